@@ -23,7 +23,10 @@ from pathlib import Path
 from benchmarks.runs import Workplace, workplace
 from raydl.core.methods import METHODS
 
-_COMMON = ("--run.progress", "plain", "--batch-size", "32", "--checkpoint.every-s", "None")
+_COMMON = (
+    "--run.progress", "plain", "--batch-size", "32", "--checkpoint.every-s", "None",
+    "--cpus-per-worker", "0.4",  # four workers on two cores
+)  # fmt: skip
 _THREE = ("--workers", "3", "--period", "4", "--epochs", "6", "--deterministic")
 _ALONE = ("--workers", "1", "--period", "4", "--epochs", "6")
 _FORMS = {

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
-from raydl.collective.strategy import SyncStrategy, Trained
+from raydl.collective.sync_strategy import SyncStrategy, Trained
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.core.center import first_snapshot
 from raydl.core.exchange import Header, StepPlan
@@ -42,10 +42,10 @@ from raydl.core.replica import Replica
 from raydl.core.strategy import Strategy, WorkerContext
 from raydl.data import DataShape
 from raydl.metrics import TimeParts
+from raydl.parameter_server.async_strategy import AsyncStrategy
 from raydl.parameter_server.ray_transport import RayCenterClient
-from raydl.parameter_server.strategy import AsyncStrategy
 from raydl.ray_backend.actors import CenterActor
-from raydl.worker.attach import ENDLESS, Endless, TheirLoop, endless_training
+from raydl.worker.user_loop import ENDLESS, Endless, UserLoop, endless_training
 
 _BOUND_S = 120.0
 """The longest wait for an answer of an actor, in seconds."""
@@ -98,7 +98,7 @@ class Party:
         self._parts = TimeParts()
         self._replica = Replica(
             FlatModel(Vector(num_parameters)),
-            TheirLoop("vector"),
+            UserLoop("vector"),
             rule=resolve(settings("sync-easgd", 1)).rule,
             make_optimizer=lambda tensors: Still(tensors, {}),
             time_parts=self._parts,
@@ -272,7 +272,7 @@ class Crowd:
     def enter(self, method: str) -> None:
         """Open a center, and let all workers join for a method; also for the bare group."""
         config = settings(method, self.num_workers)
-        job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+        job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
         threads = 1 if job.method.is_sync else 2 * self.num_workers + 4
         actor: Any = CenterActor  # Ray's decorator gave it what no type checker sees
         center = actor.options(

@@ -243,15 +243,18 @@ class ChurningCrew:
         return reports
 
     def _records(self) -> tuple[Any, ...]:
+        from raydl.core.progress import Progress
         from raydl.core.reports import Record
 
         count = max(1, min(3, round(self._poll_s / RECORDS_S)))
         return tuple(
             Record(
-                round=self._round, generation=self._generation, num_workers=len(self._members),
-                epoch=0.1, num_samples=64 * self._round + i, local_step=10 * self._round, lr=0.1,
-                loss=1.0, distance=0.1, exchange_s=0.01, exchange_bytes=1000, staleness=1.0,
-                period=10.0, trained_s=self.now, at_s=self.now,
+                Progress(
+                    round=self._round, generation=self._generation, epoch=0.1,
+                    num_samples=64 * self._round + i, local_step=10 * self._round, seconds=self.now,
+                ),
+                num_workers=len(self._members), lr=0.1, exchange_bytes=1000, loss=1.0,
+                distance=0.1, exchange_s=0.01, staleness=1.0, period=10.0, at_s=self.now,
             )
             for i in range(count)
         )  # fmt: skip
@@ -312,7 +315,7 @@ class Driver:
         from raydl.elastic.controller import Controller
         from raydl.metrics import TIME_PARTS
         from raydl.run.control_channel import ControlChannel
-        from raydl.run.progress import make_progress
+        from raydl.run.progress_reporter import make_reporter
         from raydl.run.recorder import RunRecorder
         from raydl.run.view import EventLog, RunView
         from raydl.storage import Storage
@@ -331,7 +334,7 @@ class Driver:
         flat = FlatModel(torch.nn.Linear(1, 1))
         start = first_snapshot(flat, 60_000)
         clock = lambda: self.worker_group.now  # noqa: E731
-        log = EventLog(make_progress("plain"), clock=clock)
+        log = EventLog(make_reporter("plain"), clock=clock)
         self.recorder = RunRecorder(
             config, num_train=60_000, start=start, seconds_before=0.0, writer=writer, progress=log,
             store=mock.Mock(), best=BestCenter(storage, flat), flat=flat, examples=mock.Mock(),
@@ -358,7 +361,7 @@ class Driver:
         self.controller.step()
         if self._desk:
             self._desk.tell(self._view.status)
-            self._desk.take_requests()
+            self._desk.pop_requests()
 
     def begin(self) -> None:
         """Step until all train."""
@@ -470,14 +473,14 @@ def _grown_center(num_workers: int, hours: float) -> float:
     from raydl.data import DataShape
     from raydl.parameter_server.protocol import Completion, MessageId, Request
     from raydl.parameter_server.server import CenterServer
-    from raydl.worker.attach import Endless, TheirLoop
+    from raydl.worker.user_loop import Endless, UserLoop
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd", period=10),
         scaling=ScalingConfig(num_workers=num_workers),
         training=TrainingConfig(batch_size=64, epochs=100_000),
     )
-    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+    job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
     flat = FlatModel(torch.nn.Linear(10, 1))
     service = CenterServer(job, first_snapshot(flat, 60_000))
     members = [f"w{i}" for i in range(num_workers)]
@@ -486,7 +489,7 @@ def _grown_center(num_workers: int, hours: float) -> float:
     trained = dict.fromkeys(members, 0)
     chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
     for worker_id in members:
-        service.coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
+        service.enter(MessageId(worker_id, 1, 0, 0), 0)
     num_changes, levels = int(hours * HOUR_S / REPLACED_EVERY_S), Levels(hours)
     for number in range(num_changes):
         for worker_id in chance.sample(members, min(num_workers, 16)):
@@ -501,9 +504,9 @@ def _grown_center(num_workers: int, hours: float) -> float:
         del entered[members[lost]], trained[members[lost]]
         members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
         service.change(Membership(number + 2, tuple(members)), [])
-        service.coordinator.enter(MessageId(newcomer, number + 2, 0, 0), 0)
-        service.coordinator.take_records()
-        service.coordinator.take_due()
+        service.enter(MessageId(newcomer, number + 2, 0, 0), 0)
+        service.coordinator.pop_records()
+        service.coordinator.pop_due()
         levels.look(number / num_changes * hours)
     return levels.grown()
 
@@ -526,14 +529,14 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     from raydl.metrics import TIME_PARTS
     from raydl.ray_backend.worker_group import RayWorkerGroup
     from raydl.storage import Storage
-    from raydl.worker.attach import Endless, TheirLoop
+    from raydl.worker.user_loop import Endless, UserLoop
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd"),
         scaling=ScalingConfig(num_workers=num_workers),
         training=TrainingConfig(epochs=5),
     )
-    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+    job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
 
     class Light:
         """Answers."""

@@ -1,7 +1,7 @@
 r"""Train a small GPT to tell the next byte of this project's own documentation.
 
 Command:   python jobs/language_model.py --workers 2 --run-dir runs/gpt
-Expected:  center test loss 2.55 (5.55 untrained), perplexity 12.9, 28.7% of the next bytes told
+Expected:  center test loss 2.55 (5.55 non_trainable), perplexity 12.9, 28.7% of the next bytes told
 Time:      2 min 12 s, of which 66 s are training
 Hardware:  two shared CPU cores, busy with other work
 

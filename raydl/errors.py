@@ -391,19 +391,35 @@ class ExchangeError(RaydlError):
     """An exchange did not complete. No tensor was changed by it.
 
     Args:
-        round: the number of the round.
+        round: the number of the round; of a collective group that of the operation, and 0 while
+            the group forms.
         generation: the membership it belonged to.
         problem: what the transport said.
+        missing: the ids of the workers that were lost or did not come, where known.
+        group: the name of the collective group; empty: it was an exchange of a run.
     """
 
     exit_status = WORTH_RETRYING
 
-    def __init__(self, round: int, generation: int, problem: str) -> None:
-        super().__init__(round, generation, problem)
-        self.round, self.generation, self.problem = self.args
+    def __init__(
+        self,
+        round: int,
+        generation: int,
+        problem: str,
+        missing: Iterable[str] = (),
+        group: str = "",
+    ) -> None:
+        self.missing = tuple(missing)
+        super().__init__(round, generation, problem, self.missing, group)
+        self.round, self.generation, self.problem, _, self.group = self.args
 
     def __str__(self) -> str:
-        return f"exchange round {self.round} (generation {self.generation}) failed: {self.problem}"
+        return f"{self._which()} (generation {self.generation}) failed: {self.problem}"
+
+    def _which(self) -> str:
+        if not self.group:
+            return f"exchange round {self.round}"
+        return f"{f'operation {self.round} of' if self.round else 'forming'} group {self.group!r}"
 
 
 class ExchangeTimeoutError(ExchangeError):
@@ -414,16 +430,25 @@ class ExchangeTimeoutError(ExchangeError):
         generation: the membership it belonged to.
         timeout_s: how long was waited, in seconds.
         missing: the ids of the workers that did not come, where known.
+        group: the name of the collective group; empty: it was an exchange of a run.
+        setting: the dotted name of the time-out.
     """
 
     def __init__(
-        self, round: int, generation: int, timeout_s: float, missing: Iterable[str] = ()
+        self,
+        round: int,
+        generation: int,
+        timeout_s: float,
+        missing: Iterable[str] = (),
+        group: str = "",
+        setting: str = "exchange.timeout_s",
     ) -> None:
-        self.timeout_s = timeout_s
-        self.missing = tuple(missing)
-        who = f"workers {list(self.missing)}" if self.missing else "its peers"
-        super().__init__(round, generation, f"timed out after {timeout_s} s waiting for {who}")
-        self.args = (round, generation, timeout_s, self.missing)
+        missing = tuple(missing)
+        who = f"{'members' if group else 'workers'} {list(missing)}" if missing else "its peers"
+        problem = f"timed out after {timeout_s} s waiting for {who}"
+        super().__init__(round, generation, problem, missing, group)
+        self.timeout_s, self.setting = timeout_s, setting
+        self.args = (round, generation, timeout_s, self.missing, self.group, setting)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; raise exchange.timeout_s if they were only slow"
+        return f"{super().__str__()}; raise {self.setting} if they were only slow"

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.config.own_code import made_of
+from raydl.config.custom_code import made_of
 from raydl.data.generators import seed_everything
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError

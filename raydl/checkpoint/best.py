@@ -7,7 +7,8 @@ metadata of safetensors what was scored, and how well. Plain PyTorch loads it.
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from raydl.core import tensor_files
 from raydl.core.callbacks import score_of
 from raydl.core.flat import FlatModel
+from raydl.core.progress import Progress
 from raydl.core.tensor_files import view_of
 from raydl.core.worker_group import Evaluated
 from raydl.errors import CheckpointError
@@ -23,26 +25,51 @@ from raydl.storage import Storage, below
 FILE = "best.safetensors"
 
 
+_NEW = {"generation", "local_step", "driver_epoch"}
+"""Names that files of earlier versions do not have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Best:
     """A center and its score."""
 
-    round: int
-    epoch: int
-    num_samples: int
-    """Samples seen by all workers."""
-    seconds: float
-    """Training time up to here, over all starts."""
+    progress: Progress
     metrics: dict[str, float]
     driver_epoch: int = 1
     """The number of the start that wrote it, among all of the run."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the file says of the center."""
+        return {
+            **vars(self.progress),
+            "metrics": self.metrics,
+            "driver_epoch": self.driver_epoch,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Best:
+        """Return what ``to_dict`` returned.
+
+        Raises:
+            ValueError: a name is another, which is how damage shows.
+        """
+        known = {f.name for f in fields(Progress)} | {"metrics", "driver_epoch"}
+        if unknown := values.keys() - known:
+            raise ValueError(f"there is no {min(unknown)} in it")
+        if lacking := known - _NEW - values.keys():
+            raise ValueError(f"{min(lacking)} is missing in it")
+        return cls(
+            progress=Progress.from_dict(values),
+            metrics=values["metrics"],
+            driver_epoch=values.get("driver_epoch", 1),
+        )
+
     def figures(self) -> dict[str, Any]:
         """Return its part of ``result.json``, with the keys of an evaluation there."""
         return {
-            "round": self.round,
-            "samples": self.num_samples,
-            "seconds": self.seconds,
+            "round": self.progress.round,
+            "samples": self.progress.num_samples,
+            "seconds": self.progress.seconds,
             **self.metrics,
         }
 
@@ -67,7 +94,7 @@ class BestCenter:
         self._waiting: Evaluated | None = None
         self._lock = threading.Lock()
 
-    def open_again(self) -> list[str]:
+    def load_earlier(self) -> list[str]:
         """Go on from what an earlier start kept, if anything; return a sentence if it is damaged.
 
         Then the next center that is scored counts as the best.
@@ -98,20 +125,17 @@ class BestCenter:
         if waiting is None:
             return
         best = Best(
-            round=waiting.round,
-            epoch=waiting.epoch,
-            num_samples=waiting.num_samples,
-            seconds=waiting.seconds,
+            progress=waiting.progress,
             metrics=waiting.metrics,
             driver_epoch=self._epoch,
         )
         assert waiting.weights is not None, "take saw to it"
         assert waiting.buffers is not None, "which comes with the weights"
         center = self._flat.state_dict_of(
-            view_of(waiting.weights), view_of(waiting.buffers), waiting.untrained, copies=False
+            view_of(waiting.weights), view_of(waiting.buffers), waiting.non_trainable, copies=False
         )
         try:
-            file = tensor_files.seal(center, asdict(best))
+            file = tensor_files.seal(center, best.to_dict())
             self._storage.write_pieces(FILE, file.pieces())
         except OSError as error:
             path = below(self._storage.root, FILE)
@@ -133,7 +157,7 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
         raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
     try:
         center, values = tensor_files.load(storage.read_whole(FILE))
-        best = Best(**values)
+        best = Best.from_dict(values)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(path, f"can not be read: {error}") from error
     return center, best

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from raydl.core import tensor_files
+from raydl.core.progress import Progress
 from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, unpack
 from raydl.core.tensor_files import TensorFile
 from raydl.errors import CheckpointError, StateLostError
@@ -72,16 +73,14 @@ _MANIFEST: _Kinds = {
 class Checkpoint:
     """The state of a run after a round."""
 
-    round: int
-    generation: int
-    num_samples: int
-    """Samples seen by all workers."""
+    progress: Progress
     seconds: float
-    """Training time up to here, over all starts."""
+    """Seconds of the run up to here, over all starts: with the waits for workers, which
+    ``progress`` does not have."""
     center: dict[str, Tensor]
     """The model's state dict with the center's values."""
     state: dict[str, Any]
-    """Version, counters, ledger, and the optimizer at the center."""
+    """Ledger, optimizer at the center, totals: see ``raydl.checkpoint.writer.checkpoint_of``."""
     workers: Mapping[str, dict[str, Any] | DistantState | SavedState]
     """Each worker's own state, by id, in the order of the ranks: nested values, or where they are.
 
@@ -164,7 +163,7 @@ class CheckpointStore:
         """
         try:
             self._clear_unfinished()  # their space may be what the new one needs
-            name = self._fresh_name(checkpoint.round)
+            name = self._fresh_name(checkpoint.progress.round)
             self._write(name, checkpoint)
         except StateLostError:
             with suppress(OSError):
@@ -173,7 +172,7 @@ class CheckpointStore:
         except OSError as error:
             with suppress(OSError):  # the first error is the one to tell
                 self._clear_unfinished()
-            path = self._path(f"round-{checkpoint.round:08d}")
+            path = self._path(f"round-{checkpoint.progress.round:08d}")
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
         self._damaged.discard(name)  # a damaged one that was deleted may have had that name
         self._prune(name)
@@ -242,9 +241,9 @@ class CheckpointStore:
         manifest = {
             "format": FORMAT,
             "driver_epoch": self._epoch,
-            "round": checkpoint.round,
-            "generation": checkpoint.generation,
-            "num_samples": checkpoint.num_samples,
+            "round": checkpoint.progress.round,
+            "generation": checkpoint.progress.generation,
+            "num_samples": checkpoint.progress.num_samples,
             "seconds": checkpoint.seconds,
             "workers": list(checkpoint.workers),
             "files": {n: {"bytes": s.num_bytes, "crc32": s.crc32} for n, s in sums.items()},
@@ -260,7 +259,10 @@ class CheckpointStore:
         here, distant = _by_place(checkpoint.workers)
         with self._distant_writes(folder, distant) as writes:
             sums = {"center.safetensors": put("center.safetensors", TensorFile(checkpoint.center))}
-            sums["state.safetensors"] = put("state.safetensors", pack(checkpoint.state))
+            sums["state.safetensors"] = put(
+                "state.safetensors",
+                pack({"progress": vars(checkpoint.progress), **checkpoint.state}),
+            )
             sums |= {name: put(name, pack(state)) for name, state in here.items()}
             sums |= {name: write.wait() for name, write in writes.items()}
         return sums
@@ -363,13 +365,13 @@ class CheckpointStore:
             worker_id: self._saved_state(name, f"worker-{worker_id}.safetensors", manifest)
             for worker_id in manifest["workers"]
         }
+        state = unpack(self._file(name, "state.safetensors", manifest))
         return Checkpoint(
-            round=manifest["round"],
-            generation=manifest["generation"],
-            num_samples=manifest["num_samples"],
+            # Earlier ones have theirs among the rest of the state, or no seconds at all.
+            progress=Progress.from_dict({**manifest, **state, **state.pop("progress", {})}),
             seconds=manifest["seconds"],
             center=self._center(name, manifest),
-            state=unpack(self._file(name, "state.safetensors", manifest)),
+            state=state,
             workers=workers,
         )
 

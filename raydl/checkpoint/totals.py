@@ -110,7 +110,7 @@ class Totals:
         state = dict(checkpoint.state.get("totals", {}))
         # Not all are in result.json: a start that was killed wrote none.
         found = (*_in_result(storage), *state.get("evaluations", ()))
-        by_round = {e["round"]: e for e in found if e["samples"] <= checkpoint.num_samples}
+        by_round = {e["round"]: e for e in found if e["samples"] <= checkpoint.progress.num_samples}
         state["evaluations"] = tuple(by_round[round] for round in sorted(by_round))
         return cls(**state)
 

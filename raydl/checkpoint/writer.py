@@ -62,16 +62,10 @@ def checkpoint_of(
     snapshot = collected.snapshot
     weights, buffers = view_of(snapshot.weights), view_of(snapshot.buffers)
     return Checkpoint(
-        round=snapshot.round,
-        generation=snapshot.generation,
-        num_samples=snapshot.num_samples,
+        progress=snapshot.progress,
         seconds=seconds,
-        center=flat.state_dict_of(weights, buffers, snapshot.untrained, copies=False),
+        center=flat.state_dict_of(weights, buffers, snapshot.non_trainable, copies=False),
         state={
-            "epoch": snapshot.epoch,
-            "local_step": snapshot.local_step,
-            # By this clock rates and the run's end go; the checkpoint's has the waits as well.
-            "seconds": snapshot.seconds,
             "optimizer": snapshot.optimizer,
             "num_cuts": snapshot.num_cuts,
             "cadence": vars(snapshot.tuning) if snapshot.tuning else None,
@@ -79,7 +73,7 @@ def checkpoint_of(
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
             "order": order,
-            "untrained": flat.untrained.unsaved(),
+            "untrained": flat.non_trainable.unsaved(),
             "ended": ended,
         },
         workers=collected.workers,
@@ -94,12 +88,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
     """
     weights, buffers = flat.flatten(checkpoint.center)
     return Snapshot(
-        round=checkpoint.round,
-        generation=checkpoint.generation,
-        epoch=checkpoint.state["epoch"],
-        num_samples=checkpoint.num_samples,
-        local_step=checkpoint.state["local_step"],
-        seconds=checkpoint.state.get("seconds", checkpoint.seconds),  # earlier ones have none
+        progress=checkpoint.progress,
         is_kept=True,
         weights=weights.numpy(),
         buffers=np.asarray(buffers),
@@ -206,7 +195,7 @@ class CheckpointWriter:
             CheckpointError: one of them could not be written for a minute.
         """
         try:
-            self._write_trained(checkpoint.center, checkpoint.round)
+            self._write_trained(checkpoint.center, checkpoint.progress.round)
         finally:
             self._retry(lambda: self._store.write(checkpoint))
 
@@ -266,7 +255,7 @@ class CheckpointWriter:
         """Checkpoints that an earlier driver completed after this one had taken the run over."""
         return self._store.num_late
 
-    def take_failures(self) -> list[str]:
+    def pop_failures(self) -> list[str]:
         """Return, once, what could not be written; the next time it may go through.
 
         Of checkpoints the newest is not among them: see ``close``.
@@ -331,7 +320,7 @@ class CheckpointWriter:
             written there either.
         """
         last = self._unwritten
-        if last is None or self._trained_round >= last.snapshot.round:
+        if last is None or self._trained_round >= last.snapshot.progress.round:
             return ""
         center = checkpoint_of(last, self._flat, seconds=0.0).center
         saved: list[Path] = []
@@ -340,7 +329,7 @@ class CheckpointWriter:
             with suppress(OSError, CheckpointError):
                 folder = self._refuge or Path(tempfile.mkdtemp(prefix="raydl-"))
                 store = CheckpointStore(Storage(str(folder)))
-                store.write_trained(center, last.snapshot.round)
+                store.write_trained(center, last.snapshot.progress.round)
                 saved.append(folder / TRAINED)
 
         thread = threading.Thread(target=save, name="refuge", daemon=True)

@@ -8,16 +8,17 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from raydl.cli.options import parse, print_table
-from raydl.cli.plan_pictures import bars, check_out, draw
 from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require
 from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
+from raydl.metrics.charts import SUFFIXES, Chart, Line, lines_in_file, numbered
 from raydl.text import seconds_text
 from raydl.tools.plan import Plan, Prediction, best_period, doublings, parse_network, predict
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
 _TIMED_FOR_S = 3.0
 _BYTES = 4  # of a float32
+_BAR = 50
+"""Characters of a bar in the terminal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ class _Workload:
 def plan(arguments: Sequence[str]) -> int:
     """Predict step time, communication and scaling of a run before it runs."""
     options = parse(_PlanOptions, arguments, prog="raydl plan", description=plan.__doc__)
-    out = None if options.out is None else check_out(options.out)
+    out = None if options.out is None else _check_out(options.out)
     network = parse_network(options.network)
     counts = _workers(options.workers)
     require(0 < options.target < 1, "target", "in (0, 1)", options.target)
@@ -100,10 +103,20 @@ def plan(arguments: Sequence[str]) -> int:
         _print(options, workload, network, outlooks)
     if out is not None:
         title = f"{workload.name}, batch {options.batch_size} per worker, {options.network}"
-        draw({o.method: o.predictions for o in outlooks}, title, out)
+        _draw(outlooks, title, out)
         if not options.json:
             print(f"picture: {out}")
     return 0
+
+
+def _check_out(out: str) -> Path:
+    """Return where the chart goes; raise a ConfigError if none can be written there."""
+    path = Path(out)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError("out", f"must end in {', '.join(SUFFIXES)}, got {out}")
+    if not path.parent.is_dir():
+        raise ConfigError("out", f"is in a folder that does not exist: {path.parent}")
+    return path
 
 
 def _workers(text: str) -> list[int]:
@@ -281,7 +294,7 @@ def _print(
     for outlook in outlooks:
         print(f"\n{outlook.method}, period {outlook.plan.period}{_sums(outlook)}")
         _print_outlook(outlook)
-        print(f"\na worker's time: # computing, . waiting\n{bars(outlook.predictions)}")
+        print(f"\na worker's time: # computing, . waiting\n{_bars(outlook.predictions)}")
     print(
         "\nwaiting: share of a worker's time in communication, what is hidden left out\n"
         f"best period: the shortest with at most {options.target:.3g} of the time waiting"
@@ -311,3 +324,35 @@ def _sums(outlook: _Outlook) -> str:
             first.setdefault(p.algorithm, p.num_workers)
     told = [f"{name} from {count:,} workers" for name, count in first.items()]
     return f"; summed by {', '.join(told)}" if told else ""
+
+
+def _bars(predictions: Sequence[Prediction]) -> str:
+    """Return one bar per number of workers: computing ``#``, waiting ``.``"""
+    width = max(len(f"{p.num_workers:,}") for p in predictions)
+    lines = []
+    for p in predictions:
+        computing = round(_BAR * p.efficiency)
+        bar = "#" * computing + "." * (_BAR - computing)
+        lines.append(f"{p.num_workers:>{width},} {bar} {p.efficiency:6.1%}")
+    return "\n".join(lines)
+
+
+def _draw(outlooks: Sequence[_Outlook], title: str, path: Path) -> None:
+    """Draw weak scaling and the share of communication over workers, a line per method."""
+    figures = {
+        "weak-scaling efficiency": "efficiency",
+        "communication, share of a worker's time": "communication_share",
+    }
+    charts = [
+        Chart(title=name, lines=_lines(outlooks, figure), x="workers", y="share")
+        for name, figure in figures.items()
+    ]
+    lines_in_file(charts, title=title).save(path)
+
+
+def _lines(outlooks: Sequence[_Outlook], figure: str) -> list[Line]:
+    return [
+        Line(o.method, [p.num_workers for p in o.predictions],
+             [getattr(p, figure) for p in o.predictions], numbered(number))
+        for number, o in enumerate(outlooks)
+    ]  # fmt: skip

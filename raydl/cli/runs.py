@@ -89,22 +89,26 @@ def status(arguments: Sequence[str]) -> int:
     """Show how a run stands, from any machine that sees its folder."""
     options = parse(_StatusOptions, arguments, prog="raydl status", description=status.__doc__)
     from raydl.run.control_channel import read_status
+    from raydl.run.status import to_dict
 
     seen = read_status(options.run)
     if options.json:
-        print(json.dumps(redact_values(dataclasses.asdict(seen)), indent=2))
+        print(json.dumps(redact_values(to_dict(seen)), indent=2))
     else:
         _print_status(seen)
     return 0
 
 
 def _print_status(seen: RunStatus) -> None:
-    accuracy = "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}"
+    at, accuracy = (
+        seen.progress,
+        "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}",
+    )
     say(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
     say(
-        f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {clock_text(seen.seconds)}, "
+        f"epoch {at.epoch:.1f}, {at.num_samples:,} samples in {clock_text(at.seconds)}, "
         f"center accuracy {accuracy}\n"
-        f"generation {seen.generation}, round {seen.round:,}, "
+        f"generation {at.generation}, round {at.round:,}, "
         f"workers {_workers(seen)}"
     )
     if seen.checkpoint_at is not None and not seen.is_final:

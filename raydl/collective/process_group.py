@@ -22,8 +22,8 @@ import torch.distributed
 from torch import Tensor
 
 from raydl.collective.allreduce import ProcessGroupLink
-from raydl.collective.store import PROOF_BYTES, SECRET, proof
-from raydl.collective.tunnel import GLOO_HOST, TOLD_S, Tunnel, hidden_port, seen_by
+from raydl.collective.key_store import PROOF_BYTES, SECRET, proof
+from raydl.collective.tls_tunnel import GLOO_HOST, TOLD_S, TlsTunnel, hidden_port, seen_by
 from raydl.config.tls import TlsFiles
 
 # torch's stubs do not export what its documentation does: Store, options.
@@ -59,7 +59,7 @@ class TorchGroup:
         self._rank = rank
         self._num_workers = num_workers
         self._is_cuda = device == "cuda"
-        self._tunnel: Tunnel | None = None
+        self._tunnel: TlsTunnel | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._peers: tuple[int, ...] = tuple(r for r in range(num_workers) if r != rank)
 
@@ -147,7 +147,7 @@ class TorchGroup:
 
     def _through_tunnel(self, store: Any, host: str, tls: TlsFiles) -> TunnelStore:
         """Open a tunnel to the members on other hosts; return the store as gloo shall see it."""
-        self._tunnel = tunnel = Tunnel(tls, host)
+        self._tunnel = tunnel = TlsTunnel(tls, host)
         store.set(f"tunnel/{self._rank}", json.dumps([host, tunnel.port]).encode())
         told = store.multi_get([f"tunnel/{rank}" for rank in range(self._num_workers)])
         places = {rank: json.loads(place) for rank, place in enumerate(told)}
@@ -251,10 +251,10 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
         store: of the generation.
         tunnel: of this member.
         rank: this member's.
-        ways: see ``raydl.collective.tunnel.seen_by``.
+        ways: see ``raydl.collective.tls_tunnel.seen_by``.
     """
 
-    def __init__(self, store: Any, tunnel: Tunnel, rank: int, ways: dict[int, int]) -> None:
+    def __init__(self, store: Any, tunnel: TlsTunnel, rank: int, ways: dict[int, int]) -> None:
         super().__init__()
         self._store = store
         self._tunnel = tunnel
@@ -270,7 +270,7 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
             RuntimeError: gloo writes its address in a way that is not known here.
         """
         if self.is_forming:
-            self._tunnel.lead_to(hidden_port(value))
+            self._tunnel.forward_to(hidden_port(value))
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -294,9 +294,9 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
         """Return whether keys are there now."""
         return bool(self._store.check(keys))
 
-    def those_there(self, keys: Sequence[str], within: timedelta) -> list[str]:
+    def keys_present(self, keys: Sequence[str], within: timedelta) -> list[str]:
         """Return which of some keys are there, once all are or a time is over."""
-        there: list[str] = self._store.those_there(keys, within)
+        there: list[str] = self._store.keys_present(keys, within)
         return there
 
 

@@ -2,15 +2,14 @@
 
 Ray's own gloo backend wraps the one process-wide group of torch.distributed: it fixes its
 size for the life of the process and bounds no operation. This backend makes a fresh process
-group of torch (``process_group.py``) per generation, with a time-out on every operation. A
-group's name is its address, since a name is all that Ray's constructor hands on:
+group of torch (``process_group.py``) per generation, with a time-out on every operation.
 
-    raydl:RUN/GENERATION?device=cpu&timeout_s=60.0
+The members find each other by keys that an actor keeps (``store.py``), so that no member is needed
+to meet. Ray carries the keys, and asks for the cluster's token.
 
-The members find each other by keys that the center's process keeps (``store.py``), so that no
-worker is needed to meet. Ray carries the keys, and asks for the cluster's token.
-
-A group can be abandoned from another thread: who forms it or waits in it is free at once.
+Workers of a run call ``CollectiveGroup``, whose operations overlap with the gradient; a group can
+be abandoned from another thread: who forms it or waits in it is free at once. Actors of the user
+form theirs with ``raydl.init_collective_group`` and call ``ray.util.collective``.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlencode, urlsplit
 
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util import collective
@@ -36,9 +35,22 @@ from torch import Tensor
 
 from raydl.collective.allreduce import AdaptiveAllreduce
 from raydl.collective.process_group import TorchGroup, dist, is_done, is_done_on_device
+from raydl.collective.roll_call import AGAIN, RollCall
+from raydl.collective.user_tensors import (
+    Value,
+    as_bytes,
+    check_alike,
+    check_reduced,
+    check_writable,
+    copy_of,
+    empty_for,
+    fill,
+    flat,
+    only,
+)
 from raydl.config.tls import tls_files
 from raydl.core.reports import AllreduceReport
-from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.errors import ConfigError, ExchangeError, ExchangeTimeoutError
 
 BACKEND = "RAYDL"
 
@@ -61,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """By what the workers of one generation meet; its text is the group's name."""
+    """By what the members of one generation meet; its text is a name for their group."""
 
     run_id: str
     generation: int
@@ -70,28 +82,14 @@ class GroupAddress:
     timeout_s: float
 
     def __str__(self) -> str:
-        query = urlencode({"device": self.device, "timeout_s": self.timeout_s})
-        return f"raydl:{self.run_id}/{self.generation}?{query}"
-
-    @classmethod
-    def parse(cls, name: str) -> GroupAddress:
-        """Return the address that a group's name spells."""
-        url = urlsplit(name)
-        run_id, generation = url.path.split("/")
-        query = parse_qs(url.query)
-        return cls(
-            run_id=run_id,
-            generation=int(generation),
-            device=query["device"][0],
-            timeout_s=float(query["timeout_s"][0]),
-        )
+        return f"raydl:{self.run_id}/{self.generation}"
 
 
 class CenterStore(dist.Store):  # type: ignore[misc]
     """torch's view of a generation's keys, which the actor ``center`` keeps.
 
-    The center has the methods ``set_key`` and ``wait_for_keys``, those of a ``StoreServer``. Where
-    torch's own stores raise a RuntimeError, so does this one.
+    The center has the methods of a ``StoreServer``. Where torch's own stores raise a RuntimeError,
+    so does this one.
 
     gloo asks for the key of one rank after the other, ``0/0``, ``0/1`` and so on. Here the first
     question waits for those of all ranks: a call for each would be num_workers**2 calls.
@@ -140,11 +138,11 @@ class CenterStore(dist.Store):  # type: ignore[misc]
         NCCL asks this in a thread of its own, where an error would end the process.
         """
         try:
-            return len(self.those_there(keys, timedelta(0))) == len(keys)
+            return len(self.keys_present(keys, timedelta(0))) == len(keys)
         except RuntimeError:
             return False
 
-    def those_there(self, keys: Sequence[str], within: timedelta) -> list[str]:
+    def keys_present(self, keys: Sequence[str], within: timedelta) -> list[str]:
         """Return which of some keys are there, once all are or a time is over.
 
         Raises:
@@ -180,16 +178,25 @@ class CenterStore(dist.Store):  # type: ignore[misc]
 
 
 class RayGroup(BaseGroup):  # type: ignore[misc]
-    """A torch group behind Ray's blocking interface; to be used once it is connected."""
+    """Ray's blocking operations on a group, which a ``CollectiveGroup`` connects.
+
+    Each takes tensors of torch or arrays of NumPy, which all members give in the same order, and
+    with the same shapes and dtypes. One that raises has changed none of them. Arguments and results
+    are those of ``ray.util.collective``.
+
+    Raises:
+        ConfigError: a tensor can not be sent or written; nothing was sent.
+        ExchangeTimeoutError: members did not come in time; the group is over.
+        ExchangeError: members were lost or have left; the group is over.
+    """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         # Nothing is waited for here: Ray holds a lock of the whole process meanwhile, and
         # the next group must not wait for one that was abandoned.
         super().__init__(world_size, rank, group_name)
-        address = GroupAddress.parse(group_name)
-        self.torch = TorchGroup(
-            rank, world_size, device=address.device, timeout_s=address.timeout_s
-        )
+        self.group: CollectiveGroup | None = None
+        self._failure: ExchangeError | None = None
+        self._num_operations = 0
 
     @classmethod
     def backend(cls) -> str:
@@ -203,59 +210,149 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
 
     def destroy_group(self) -> None:
         """Leave, without waiting for what is under way."""
-        self.torch.abort()
+        if self.group is not None:
+            self.group.leave()
 
-    def allreduce(self, tensor: list[Tensor], allreduce_options: Any = None) -> None:
+    def allreduce(self, tensor: list[Value], allreduce_options: Any = None) -> None:
         """Replace the tensor by its sum (or product, least, greatest) over the group."""
-        self.torch.start_allreduce(tensor[0], _reduce_op(allreduce_options)).wait()
+        total, op = copy_of(only(tensor), self._device), _reduce_op(allreduce_options)
+        check_writable(tensor[0])
+        self._run(lambda: self._torch.start_allreduce(total, op))
+        fill(tensor[0], total)
 
     def barrier(self, barrier_options: Any = None) -> None:
         """Wait for all members."""
-        self.torch.process_group.barrier().wait()
+        one = torch.ones(1, device=self._device)
+        self._run(lambda: self._torch.start_allreduce(one))
 
-    def broadcast(self, tensor: list[Tensor], broadcast_options: Any = None) -> None:
+    def broadcast(self, tensor: list[Value], broadcast_options: Any = None) -> None:
         """Replace the tensor by that of the root rank."""
         options = dist.BroadcastOptions()
-        options.rootRank = broadcast_options.root_rank if broadcast_options else 0
+        options.rootRank = _root(broadcast_options)
         options.rootTensor = 0
-        self.torch.process_group.broadcast(tensor, options).wait()
+        is_root = self.rank == options.rootRank
+        data = (flat if is_root else empty_for)(only(tensor), self._device)
+        self._run(lambda: self._torch.process_group.broadcast([as_bytes(data)], options))
+        if not is_root:
+            fill(tensor[0], data)
 
-    def reduce(self, tensor: list[Tensor], reduce_options: Any = None) -> None:
-        """Sum into the tensor of the root rank."""
+    def reduce(self, tensor: list[Value], reduce_options: Any = None) -> None:
+        """Sum into the tensor of the root rank; the others keep theirs."""
         options = dist.ReduceOptions()
-        options.rootRank = reduce_options.root_rank if reduce_options else 0
+        options.rootRank = _root(reduce_options)
         options.rootTensor = 0
         options.reduceOp = _reduce_op(reduce_options)
-        self.torch.process_group.reduce(tensor, options).wait()
+        total, is_root = copy_of(only(tensor), self._device), self.rank == options.rootRank
+        if is_root:
+            check_writable(tensor[0])
+        # gloo leaves sums in the memory of other ranks, too.
+        self._run(lambda: self._torch.process_group.reduce([total], options))
+        if is_root:
+            fill(tensor[0], total)
 
     def allgather(
-        self, tensor_list: list[list[Tensor]], tensor: list[Tensor], allgather_options: Any = None
+        self, tensor_list: list[list[Value]], tensor: list[Value], allgather_options: Any = None
     ) -> None:
         """Collect every member's tensor into the list, by rank."""
-        self.torch.process_group.allgather(tensor_list, tensor).wait()
+        mine, found = flat(only(tensor), self._device), only(tensor_list)
+        check_alike(tensor[0], found)
+        data = [empty_for(each, self._device) for each in found]
+        out = [as_bytes(each) for each in data]
+        self._run(lambda: self._torch.start_allgather(as_bytes(mine), out))
+        for each, result in zip(found, data, strict=True):
+            fill(each, result)
 
     def reducescatter(
         self,
-        tensor: list[Tensor],
-        tensor_list: list[list[Tensor]],
+        tensor: list[Value],
+        tensor_list: list[list[Value]],
         reducescatter_options: Any = None,
     ) -> None:
         """Sum a list over the group and keep this rank's element."""
-        for piece in tensor_list[0]:
-            self.torch.start_allreduce(piece).wait()
-        tensor[0].copy_(tensor_list[0][self.rank])
+        total, given = empty_for(only(tensor), self._device), only(tensor_list)
+        check_reduced(total)
+        check_alike(tensor[0], given)
+        pieces = [flat(piece, self._device) for piece in given]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _reduce_op(reducescatter_options)
+        self._run(lambda: self._torch.process_group.reduce_scatter([total], [pieces], options))
+        fill(tensor[0], total)
 
-    def send(self, tensor: list[Tensor], send_options: Any) -> None:
+    def send(self, tensor: list[Value], send_options: Any) -> None:
         """Send the tensor to a rank."""
-        self.torch.process_group.send(tensor, send_options.dst_rank, 0).wait()
+        _check_one_device(send_options)
+        data, to = as_bytes(flat(only(tensor), self._device)), send_options.dst_rank
+        self._run(lambda: self._torch.process_group.send([data], to, 0), peer=to)
 
-    def recv(self, tensor: list[Tensor], recv_options: Any) -> None:
+    def recv(self, tensor: list[Value], recv_options: Any) -> None:
         """Receive the tensor from a rank."""
-        self.torch.process_group.recv(tensor, recv_options.src_rank, 0).wait()
+        _check_one_device(recv_options)
+        data, source = empty_for(only(tensor), self._device), recv_options.src_rank
+        self._run(lambda: self._torch.process_group.recv([as_bytes(data)], source, 0), peer=source)
+        fill(tensor[0], data)
+
+    @property
+    def _device(self) -> str:
+        return self._connected.address.device
+
+    @property
+    def _torch(self) -> TorchGroup:
+        return self._connected.torch
+
+    @property
+    def _connected(self) -> CollectiveGroup:
+        if self.group is None:
+            raise ConfigError(
+                "group_name",
+                f"{self.group_name!r} is not connected: its members form it, each by a call of "
+                f"raydl.init_collective_group",
+            )
+        return self.group
+
+    def _run(self, start: Callable[[], Any], peer: int | None = None) -> None:
+        """Run one operation among all members, or with one peer, to its end."""
+        group, failure = self._connected, self._failure
+        self._num_operations += 1
+        if failure is not None:
+            raise ExchangeError(
+                self._num_operations,
+                failure.generation,
+                f"operation {failure.round} has failed before; {AGAIN}",
+                failure.missing,
+                failure.group,
+            )
+        began = time.monotonic()
+        try:
+            group.complete(start(), is_message=peer is not None)
+        except (RuntimeError, AttributeError) as error:
+            if isinstance(error, AttributeError) and not group.torch.is_left:
+                raise
+            waited_s = time.monotonic() - began
+            group.torch.cut()  # a member that waits for this one fails now, too
+            ranks = range(self.world_size) if peer is None else (self.rank, peer)
+            self._failure = group.explain(
+                error, round=self._num_operations, waited_s=waited_s, ranks=ranks
+            )
+            raise self._failure from error
 
 
 def _reduce_op(options: Any) -> Any:
     return _REDUCE_OPS[options.reduceOp if options else ReduceOp.SUM]
+
+
+def _root(options: Any) -> int:
+    return options.root_rank if options else 0
+
+
+def _check_one_device(options: Any) -> None:
+    """Refuse a part of a message, or one to a certain device of a member. Raises ConfigError."""
+    gpu = getattr(options, "dst_gpu_index", 0) or getattr(options, "src_gpu_index", 0)
+    if gpu or options.n_elements:
+        raise ConfigError(
+            "n_elements",
+            "and GPU indices must be 0: raydl's groups have one device per member; send a slice, "
+            "from an actor for each GPU",
+        )
 
 
 def register() -> None:
@@ -275,6 +372,8 @@ class CollectiveGroup:
         algorithm: of the sum: ``library`` (torch's own), a name of ``allreduce.ALGORITHMS``,
             or ``auto`` for what is predicted to be fastest on the network as measured now.
         abandoned: once it is set, forming the group and every wait in it raise at once.
+        name: by which ``ray.util.collective`` knows it in this process; empty: the address.
+        roll_call: explains failures to a user, whose operations Ray calls; None: a run's group.
 
     Raises:
         ExchangeTimeoutError: not all members came in time.
@@ -290,6 +389,8 @@ class CollectiveGroup:
         center: ActorHandle,
         algorithm: str = "library",
         abandoned: threading.Event | None = None,
+        name: str = "",
+        roll_call: RollCall | None = None,
     ) -> None:
         register()
         self.address = address
@@ -298,10 +399,14 @@ class CollectiveGroup:
         self._worker_ids = worker_ids
         self._rank = rank
         self._center = center
-        self._name = str(address)
+        self._name = name or str(address)
+        self._roll_call = roll_call
         self._abandoned = abandoned or threading.Event()
+        self.torch = TorchGroup(
+            rank, self.num_workers, device=address.device, timeout_s=address.timeout_s
+        )
         collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
-        self._group: TorchGroup = collective.get_group_handle(self._name).torch
+        collective.get_group_handle(self._name).group = self
         self._form(algorithm)
 
     def _form(self, algorithm: str) -> None:
@@ -325,11 +430,21 @@ class CollectiveGroup:
         tls = tls_files(os.environ)  # what Ray's own connections go by
         is_library = algorithm == "library"
         host = ray.util.get_node_ip_address()
-        self._group.connect(store, host=host, tls=tls, has_pairs=not is_library)
+        # Ray's operations need more than sums and gatherings.
+        has_pairs = not is_library or self._roll_call is not None
+        self.torch.connect(store, host=host, tls=tls, has_pairs=has_pairs)
         if is_library:
             return None
-        link, generation = self._group.link(), self.address.generation
+        link, generation = self.torch.link(), self.address.generation
         return AdaptiveAllreduce(link, self._nodes(), algorithm, generation=generation)
+
+    def _look_around(self, deadline: float) -> None:
+        """Raise RuntimeError if there is a reason to wait no longer."""
+        self._check_abandoned()
+        if self._roll_call is not None:
+            self._roll_call.watch()
+            if time.monotonic() >= deadline:  # torch bounds each message of an operation
+                raise RuntimeError("timed out")
 
     def _check_abandoned(self) -> None:
         if self._abandoned.is_set():
@@ -337,25 +452,25 @@ class CollectiveGroup:
 
     def _cut_if_abandoned(self) -> None:
         """Free the device of what NCCL waits for."""
-        while not self._group.is_left:
+        while not self.torch.is_left:
             if self._abandoned.wait(_SLICE.total_seconds()):
-                return self._group.cut()
+                return self.torch.cut()
 
     def _nodes(self) -> list[str]:
         """Return the node of each rank."""
-        store = self._group.store
+        store = self.torch.store
         store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id().encode())
         keys = [f"node/{rank}" for rank in range(self.num_workers)]
         return [node.decode() for node in store.multi_get(keys)]
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> CollectiveWork:
         """Begin to replace ``tensor`` by its sum over the members, and return at once."""
-        start = self.adaptive.start if self.adaptive else self._group.start_allreduce
+        start = self.adaptive.start if self.adaptive else self.torch.start_allreduce
         return self._started(lambda: start(tensor), round)
 
     def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> CollectiveWork:
         """Begin to fill ``out``, shape [num_workers, n], with every member's ``tensor``, [n]."""
-        return self._started(lambda: self._group.start_allgather(tensor, list(out)), round)
+        return self._started(lambda: self.torch.start_allgather(tensor, list(out)), round)
 
     def _started(self, start: Callable[[], Any], round: int) -> CollectiveWork:
         try:
@@ -373,18 +488,33 @@ class CollectiveGroup:
         """Wait for an operation of a round. Raises what ``CollectiveWork`` does."""
         start = time.monotonic()
         try:
-            if self.address.device == "cuda":
-                self._wait_for_device(work, start + self.address.timeout_s)
-            else:
-                while not is_done(work, _SLICE):
-                    self._check_abandoned()
-                work.wait()
+            self.complete(work)
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=time.monotonic() - start) from error
 
+    def complete(self, work: Any, *, is_message: bool = False) -> None:
+        """Wait for an operation.
+
+        Args:
+            work: torch's handle.
+            is_message: it is one between two members.
+
+        Raises:
+            RuntimeError: it failed, took too long, or all was abandoned.
+        """
+        deadline = time.monotonic() + self.address.timeout_s
+        if self.address.device == "cuda":
+            self._wait_for_device(work, deadline)
+        elif is_message:
+            work.wait(timedelta(seconds=self.address.timeout_s))
+        else:
+            while not is_done(work, _SLICE):
+                self._look_around(deadline)
+            work.wait()
+
     def _wait_for_device(self, work: Any, deadline: float) -> None:
         while time.monotonic() < deadline and not is_done_on_device(work, _SLICE):
-            self._check_abandoned()
+            self._look_around(deadline)
         work.wait()  # beyond the deadline this says which operation timed out
         self._check_abandoned()  # a sum that was cut may look as if it were complete
 
@@ -393,28 +523,52 @@ class CollectiveGroup:
         if self.adaptive:
             self.adaptive.close()
         if self._abandoned.is_set():
-            self._group.cut()
+            self.torch.cut()
         collective.destroy_collective_group(self._name)
 
-    def explain(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
-        """Return what an error of torch means for a round, with the names of the missing."""
-        generation = self.address.generation
+    def leave(self) -> None:
+        """Leave at once, as Ray forgets the group's name."""
+        if self._roll_call is not None:
+            self._roll_call.leave()
+        self.torch.abort()
+
+    def explain(
+        self,
+        error: Exception,
+        *,
+        round: int,
+        waited_s: float,
+        ranks: Sequence[int] | None = None,
+    ) -> ExchangeError:
+        """Return what an error of torch means for a round, with the names of the missing.
+
+        Args:
+            error: of torch.
+            round: or the number of an operation.
+            waited_s: how long this member has waited.
+            ranks: of the members that the operation needs; None: all.
+        """
+        generation, problem = self.address.generation, str(error).partition("\n")[0]
+        is_late = waited_s >= 0.9 * self.address.timeout_s
         if self._abandoned.is_set():
             return ExchangeError(round, generation, _ABANDONED)
-        if waited_s < 0.9 * self.address.timeout_s:
-            return ExchangeError(round, generation, str(error).splitlines()[0])
-        missing = self._roll_call(round)
+        if self._roll_call is not None:
+            ranks = range(self.num_workers) if ranks is None else ranks
+            return self._roll_call.explain(problem, operation=round, is_late=is_late, ranks=ranks)
+        if not is_late:
+            return ExchangeError(round, generation, problem)
+        missing = self._late_workers(round)
         return ExchangeTimeoutError(round, generation, self.address.timeout_s, missing)
 
-    def _roll_call(self, round: int) -> list[str]:
+    def _late_workers(self, round: int) -> list[str]:
         """Return the workers that do not answer: each that timed out signs in the store."""
-        store = self._group.store
+        store = self.torch.store
         if store is None:
             return []
         store.set(f"late/{round}/{self._rank}", b"here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
         try:
-            there = store.those_there(list(keys.values()), _ROLL_CALL)
+            there = store.keys_present(list(keys.values()), _ROLL_CALL)
         except RuntimeError:  # the center is lost, too: who knows
             return []
         return [worker_id for worker_id, key in keys.items() if key not in there]

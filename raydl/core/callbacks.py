@@ -38,7 +38,7 @@ class Callback(Protocol):
         What is scored meanwhile, and the last center, is heard of as well.
 
         Args:
-            evaluated: round, epoch, samples and seconds of the snapshot, and its metrics.
+            evaluated: the metrics of a snapshot of the center, and the progress of the run then.
         """
         ...
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from raydl.core.autotune import ExchangeTuning
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import parameters_of
+from raydl.core.progress import Progress
 from raydl.core.rules import Rule, Tally, mix_buffers_
 from raydl.core.tensor_files import view_of
 from raydl.data.ledger import Ledger
@@ -31,16 +32,7 @@ MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
 class Snapshot:
     """A committed copy of the center, as NumPy arrays so that it travels without a copy."""
 
-    round: int
-    generation: int
-    epoch: int
-    """Epochs completed."""
-    num_samples: int
-    """Samples seen by all workers up to here."""
-    local_step: int
-    """Local steps of each worker up to here; the mean where they differ."""
-    seconds: float
-    """Seconds of training up to here."""
+    progress: Progress
     is_kept: bool
     """Whether the workers kept their states at this round for a checkpoint."""
     weights: np.ndarray
@@ -55,9 +47,9 @@ class Snapshot:
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
     tuning: ExchangeTuning | None = None
     """Exchange tuning that the workers chose, if they did."""
-    untrained: dict[str, np.ndarray] = field(default_factory=dict)
-    """Differences from the untrained state at this start of the run, by name; see
-    ``raydl.core.flat.UntrainedState``."""
+    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
+    """Differences from the non-trainable state at this start of the run, by name; see
+    ``raydl.core.flat.NonTrainableState``."""
 
     def is_finite(self) -> bool:
         """Whether all values of the center are finite; see ``raydl.core.flat.is_finite``."""
@@ -214,12 +206,7 @@ def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
         num_samples: samples in the training set.
     """
     return Snapshot(
-        round=0,
-        generation=0,
-        epoch=0,
-        num_samples=0,
-        local_step=0,
-        seconds=0.0,
+        progress=Progress(),
         is_kept=False,
         weights=flat.weights.detach().cpu().numpy().copy(),
         buffers=flat.buffers.detach().cpu().numpy().copy(),
@@ -325,9 +312,9 @@ class SnapshotShelf:
 
         One of the same round and generation is replaced by its equal.
         """
-        before = self._by_round.get(snapshot.round)
-        newest = max(self.generation, before.generation if before else 0)
-        if snapshot.generation < newest:
+        before = self._by_round.get(snapshot.progress.round)
+        newest = max(self.generation, before.progress.generation if before else 0)
+        if snapshot.progress.generation < newest:
             self.num_refused += 1
             return False
         self._take_in(snapshot)
@@ -340,15 +327,16 @@ class SnapshotShelf:
         all of these are lost, that of a worker which was left out before. One of the same round
         that a later generation made stays.
         """
-        before = self._by_round.get(snapshot.round)
-        if before is None or before.generation <= snapshot.generation:
+        before = self._by_round.get(snapshot.progress.round)
+        if before is None or before.progress.generation <= snapshot.progress.generation:
             self._take_in(snapshot)
 
     def _take_in(self, snapshot: Snapshot) -> None:
-        before = self._by_round.get(snapshot.round)
-        if before is not None and before.is_kept and before.generation == snapshot.generation:
-            snapshot = replace(snapshot, is_kept=True)
-        self._by_round[snapshot.round] = snapshot
+        before = self._by_round.get(snapshot.progress.round)
+        if before is not None and before.is_kept:
+            is_same = before.progress.generation == snapshot.progress.generation
+            snapshot = replace(snapshot, is_kept=snapshot.is_kept or is_same)
+        self._by_round[snapshot.progress.round] = snapshot
         rounds = sorted(self._by_round)
         held = set(rounds[-self._num_newest :])
         held.update([r for r in rounds if self._by_round[r].is_kept][-2:])

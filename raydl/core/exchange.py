@@ -115,7 +115,7 @@ class Exchange(Protocol):
 
 
 class Partners(Protocol):
-    """Workers that share one replica; see ``raydl.collective.exchange.GradientGroup``."""
+    """Workers that share one replica; see ``raydl.collective.sync_exchange.GradientGroup``."""
 
     def mean_(
         self, gradients: Tensor, num_samples: int, is_reached: bytearray

@@ -3,9 +3,9 @@
 All trainable parameters become views into one tensor, their gradients views into another, the
 float buffers (batch-norm statistics) views into a third. Nothing else in raydl knows an offset.
 
-What a model has beside these, its *untrained state*, stays where it is: frozen parameters,
+What a model has beside these, its *non-trainable state*, stays where it is: frozen parameters,
 integer buffers, buffers of another dtype than the weights, and masks. No exchange averages it;
-``raydl.core.untrained.UntrainedState`` makes it equal in all processes at the start.
+``raydl.core.non_trainable.NonTrainableState`` makes it equal in all processes at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raydl.core.untrained import Untrained, UntrainedState, can_be_kept, places_of, tensor_of
+from raydl.core.non_trainable import (
+    NonTrainable,
+    NonTrainableState,
+    can_be_kept,
+    places_of,
+    tensor_of,
+)
 from raydl.errors import ShapeError
 
 
@@ -29,8 +35,8 @@ class FlatModel:
     Args:
         model: changed in place: its parameters and float buffers become views.
         name: for messages.
-        untrained: names of the untrained state, as the first model of the run has it; None: this
-            model decides. Which buffers are averaged must be the same in all processes.
+        non_trainable: names of the non-trainable state, as the first model of the run has it;
+            None: this model decides. Which buffers are averaged must be the same in all processes.
 
     Attributes:
         model: the module itself.
@@ -38,7 +44,7 @@ class FlatModel:
         gradients: their gradients, shape [num_parameters]; autograd adds into it.
         buffers: the float buffers that exchanges average, shape [num_buffers]: those of the state
             dict, of the dtype of the weights, with values that an exchange takes.
-        untrained: everything else that the model has.
+        non_trainable: everything else that the model has.
 
     Raises:
         ShapeError: no module, nothing to train, parameters of several dtypes or devices, or state
@@ -46,7 +52,7 @@ class FlatModel:
     """
 
     def __init__(
-        self, model: nn.Module, *, name: str = "", untrained: Collection[str] | None = None
+        self, model: nn.Module, *, name: str = "", non_trainable: Collection[str] | None = None
     ) -> None:
         self._name = name or type(model).__name__
         self.model = model
@@ -56,7 +62,7 @@ class FlatModel:
         self._buffers = {
             k: b
             for k, b in _averaged_buffers(model, first.dtype)
-            if (k not in untrained if untrained is not None else is_finite(b))
+            if (k not in non_trainable if non_trainable is not None else is_finite(b))
         }
         self.weights = _gather(list(self._parameters.values()), first)
         self.gradients = torch.zeros_like(self.weights)
@@ -67,7 +73,7 @@ class FlatModel:
         self._bind()
         # Not by name: a parameter may be registered as a buffer elsewhere.
         flat = {id(tensor) for tensor in (*self._parameters.values(), *self._buffers.values())}
-        self.untrained = UntrainedState(
+        self.non_trainable = NonTrainableState(
             self._name, {k: p for k, p in places_of(model).items() if id(p.get()) not in flat}
         )
 
@@ -232,7 +238,7 @@ class FlatModel:
         self,
         weights: Tensor,
         buffers: Tensor,
-        untrained: Untrained | None = None,
+        non_trainable: NonTrainable | None = None,
         *,
         copies: bool = True,
     ) -> dict[str, Tensor]:
@@ -244,13 +250,13 @@ class FlatModel:
         Args:
             weights: shape [num_parameters].
             buffers: shape [num_buffers].
-            untrained: arrays of the untrained state, as ``UntrainedState.changed`` returns
-                them; what is not among them is as the model has it.
+            non_trainable: arrays of the non-trainable state, as ``NonTrainableState.changed``
+                returns them; what is not among them is as the model has it.
         """
         self.rebind()
         parameter_views, buffer_views = self.named(weights, buffers)
-        here = self.untrained.tensors()
-        others = {key: tensor_of(a, here[key].dtype) for key, a in (untrained or {}).items()}
+        here = self.non_trainable.tensors()
+        others = {key: tensor_of(a, here[key].dtype) for key, a in (non_trainable or {}).items()}
         by_identity = {
             id(tensor): values[key]
             for tensors, values in (
@@ -265,8 +271,8 @@ class FlatModel:
         found = {key: by_identity.get(id(t), t).detach() for key, t in state.items()}
         return {key: t.cpu().clone() for key, t in found.items()} if copies else found
 
-    def load_untrained(self, state: Mapping[str, Tensor], unsaved: Untrained) -> None:
-        """Take over the untrained state of a checkpoint.
+    def load_non_trainable(self, state: Mapping[str, Tensor], unsaved: NonTrainable) -> None:
+        """Take over the non-trainable state of a checkpoint.
 
         Args:
             state: the model's state dict.
@@ -275,10 +281,12 @@ class FlatModel:
         Raises:
             ShapeError: a name is missing or a shape differs.
         """
-        saved = {k: t for k, t in self.untrained.tensors().items() if self.untrained.is_saved(k)}
+        saved = {
+            k: t for k, t in self.non_trainable.tensors().items() if self.non_trainable.is_saved(k)
+        }
         for key, tensor in saved.items():  # the shape of a buffer may have changed since
             _require_like(state, key, tensor if isinstance(tensor, nn.Parameter) else None)
-        self.untrained.load({**unsaved, **{key: state[key] for key in saved}})
+        self.non_trainable.load({**unsaved, **{key: state[key] for key in saved}})
 
     def flatten(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (weights, buffers) as flat CPU tensors from a state dict of this model.

@@ -8,7 +8,7 @@ from typing import Protocol
 from raydl.config import TrainConfig
 from raydl.core.flat import FlatModel
 from raydl.core.methods import Method
-from raydl.core.untrained import Untrained
+from raydl.core.non_trainable import NonTrainable
 from raydl.data import Order
 from raydl.faults import FaultPlan
 from raydl.tasks import DataShape, Task, build_model
@@ -45,22 +45,22 @@ class Job:
     """Injected faults, for chaos testing."""
 
 
-def first_model(job: Job, untrained: Untrained | None, *, device: str = "cpu") -> FlatModel:
-    """Return a model with the untrained state that the run's first model has.
+def first_model(job: Job, non_trainable: NonTrainable | None, *, device: str = "cpu") -> FlatModel:
+    """Return a model with the non-trainable state that the run's first model has.
 
     Args:
         job: says which model, and from which seed.
-        untrained: that state, by name; None: it is as the model is built.
+        non_trainable: that state, by name; None: it is as the model is built.
         device: where the model goes.
 
     Raises:
         ShapeError: this process builds another model than the first one.
     """
     model = build_model(job.task, job.shape, seed=job.config.training.seed).to(device)
-    names = None if untrained is None else untrained.keys()
-    flat = FlatModel(model, name=job.task.name, untrained=names)
-    if untrained is None:
-        flat.untrained.mark()
+    names = None if non_trainable is None else non_trainable.keys()
+    flat = FlatModel(model, name=job.task.name, non_trainable=names)
+    if non_trainable is None:
+        flat.non_trainable.mark()
     else:
-        flat.untrained.load_first(untrained)
+        flat.non_trainable.load_first(non_trainable)
     return flat

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raydl.config import AUTO, MethodConfig, OptimizerConfig, TrainConfig
 from raydl.core.compression import parse_codec
+from raydl.core.custom_rule import check_rule, named_rule
 from raydl.core.optimizers import (
     OwnOptimizer,
     check_optimizer,
@@ -24,7 +25,6 @@ from raydl.core.optimizers import (
     leaves_what_has_no_gradient,
     own_of,
 )
-from raydl.core.own_rule import check_rule, named_rule
 from raydl.core.rules import (
     DelayedOuter,
     Elastic,
@@ -57,7 +57,7 @@ class Method:
     """The optimizer that the workers build: without a momentum that is the master's."""
     own_optimizer: OwnOptimizer | None = None
     """The user's own, instead of the named."""
-    has_own_rule: bool = False
+    has_custom_rule: bool = False
     """The rule is the user's own, and is tried with the model."""
 
     @property
@@ -547,7 +547,7 @@ def resolve(
         if row.is_momentum_at_center
         else optimizer,
         own_optimizer=own_optimizer,
-        has_own_rule=rule is not None,
+        has_custom_rule=rule is not None,
     )
     check(config, method)
     return method

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from raydl.config import OptimizerConfig
-from raydl.config.own_code import load_own
+from raydl.config.custom_code import load_own
 from raydl.core.rules import lr_factor
 from raydl.errors import ConfigError, UnknownNameError
 

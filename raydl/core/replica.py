@@ -34,10 +34,10 @@ from raydl.config import TrainingConfig
 from raydl.core.center import copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan
 from raydl.core.flat import FlatModel, is_finite
+from raydl.core.non_trainable import as_tensors
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.core.rules import Rule, Sends, squared_distance
 from raydl.core.tensor_files import view_of
-from raydl.core.untrained import as_tensors
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.errors import ExchangeError, NonFiniteError, StepError
 from raydl.metrics import TimeParts
@@ -551,14 +551,14 @@ class Replica:
         """
         own = io.BytesIO()
         if is_first:
-            untrained = as_tensors(self.flat.untrained.own())
+            non_trainable = as_tensors(self.flat.non_trainable.own())
             optimizer = copied_to_cpu(self._optimizer_state())
-            torch.save({**optimizer, "untrained": untrained}, own)
+            torch.save({**optimizer, "untrained": non_trainable}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
         others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
         if not is_first:
             first = torch.load(io.BytesIO(content), weights_only=True)
-            self.flat.untrained.load(first["untrained"])
+            self.flat.non_trainable.load(first["untrained"])
             self._load_optimizer(first)
         return others[0]
 
@@ -598,7 +598,7 @@ class Replica:
         """
         return {
             **copied(self.tensors()),
-            "untrained": {name: view_of(a) for name, a in self.flat.untrained.own().items()},
+            "untrained": {name: view_of(a) for name, a in self.flat.non_trainable.own().items()},
             "distances": self._distances.state(),
             "trust": self._dynamic_weights.state(),
             "num_seen": self._num_seen,
@@ -610,7 +610,7 @@ class Replica:
         self.flat.weights.copy_(state["weights"])
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
-        self.flat.untrained.load(state.get("untrained", {}))  # earlier checkpoints have none
+        self.flat.non_trainable.load(state.get("untrained", {}))  # earlier checkpoints have none
         self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])

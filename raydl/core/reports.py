@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raydl.core.autotune import Choice
 from raydl.core.exchange import Header
+from raydl.core.progress import Progress
 from raydl.data.loader import LeftOut
 from raydl.errors import NonFiniteLossError
 
@@ -95,22 +96,16 @@ class Outcome(enum.Enum):
 class Record:
     """Sums over all workers since the record before; one point of the curves."""
 
-    round: int
-    generation: int
+    progress: Progress
     num_workers: int
-    epoch: float
-    num_samples: int
-    local_step: int
     lr: float
+    exchange_bytes: int
     loss: float
     distance: float
     exchange_s: float
-    exchange_bytes: int
     staleness: float
     period: float
     """Local steps of a worker from one exchange to its next, mean."""
-    trained_s: float
-    """Seconds of training up to here, by the clocks of the workers, or of the center."""
     at_s: float
     """When it happened, by the monotonic clock of the process that recorded it; the driver, which
     hears of several at once, puts it on its own clock."""
@@ -150,21 +145,6 @@ class WorkerReport:
     """When this was told, by the worker's monotonic clock."""
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """Progress of the run at a record."""
-
-    round: int
-    generation: int
-    num_workers: int
-    epoch: float
-    num_samples: int
-    local_step: int
-    lr: float
-    exchange_bytes: int
-    trained_s: float
-
-
 class RecordAggregator:
     """Adds up exchanges into records, one every 0.2 s at most.
 
@@ -201,32 +181,50 @@ class RecordAggregator:
         self._num_steps += num_steps
         self._staleness += staleness
 
-    def record(self, training_state: TrainingState, *, at_once: bool = False) -> None:
-        """Close a record, unless the last one is too young; ``at_once``: whatever its age.
+    def record(
+        self,
+        progress: Progress,
+        *,
+        num_workers: int,
+        lr: float,
+        exchange_bytes: int,
+        at_once: bool = False,
+    ) -> None:
+        """Close a record, unless the last one is too young.
 
-        One without an exchange since the last one repeats that, but for where the run stands.
+        One without an exchange since the last one repeats that, but for the values given here.
+
+        Args:
+            progress: of the run, now.
+            num_workers: workers that train.
+            lr: learning rate of the newest step.
+            exchange_bytes: bytes of one exchange of one worker.
+            at_once: whatever the age of the last record.
         """
         if not (at_once or self.is_due):
             return
+        now: dict[str, Any] = {
+            "progress": progress,
+            "num_workers": num_workers,
+            "lr": lr,
+            "exchange_bytes": exchange_bytes,
+            "at_s": self._clock(),
+        }
         if self._num_messages == 0:
-            self._repeat(training_state)
+            if self._last is not None:
+                self._add(replace(self._last, **now))
             return
         sums, n = self._sums, self._num_messages
         record = Record(
-            **vars(training_state),
+            **now,
             loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
             distance=math.sqrt(sums.distance / n),
             exchange_s=sums.waited_s / n,
             staleness=self._staleness / n,
             period=self._num_steps / n,
-            at_s=self._clock(),
         )
         self._add(record)
         self._restart()
-
-    def _repeat(self, training_state: TrainingState) -> None:
-        if self._last is not None:
-            self._add(replace(self._last, **vars(training_state), at_s=self._clock()))
 
     def _add(self, record: Record) -> None:
         self._last = record

@@ -102,7 +102,7 @@ class Strategy(Protocol):
     """Which exchanges happen when, for one worker in one generation.
 
     What only workers that exchange as a group have (votes, the undoing of a round, a choice in
-    common) is not here: see ``raydl.collective.strategy.SyncStrategy``.
+    common) is not here: see ``raydl.collective.sync_strategy.SyncStrategy``.
     """
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.saved_state import DistantState, SavedState
 from raydl.errors import NonFiniteError
@@ -161,11 +162,8 @@ class Refused:
 class Evaluated:
     """The center of a round was scored on the test set."""
 
-    round: int
-    epoch: int
-    num_samples: int
-    seconds: float
-    """Seconds of training when the snapshot was taken."""
+    progress: Progress
+    """Of the run when the snapshot was taken."""
     metrics: dict[str, float]
     predicted: tuple[int, ...] = ()
     """The class of each example; empty: the task knows no classes."""
@@ -173,12 +171,12 @@ class Evaluated:
     """Of the center, [num_parameters], where the best is kept and this may be it."""
     buffers: np.ndarray | None = None
     """[num_buffers], beside the weights."""
-    untrained: dict[str, np.ndarray] = field(default_factory=dict)
+    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
     """Of the snapshot, beside the weights."""
 
     def without_center(self) -> Evaluated:
         """Return the score alone: it may be remembered, and takes no memory to speak of."""
-        return dataclasses.replace(self, weights=None, buffers=None, untrained={})
+        return dataclasses.replace(self, weights=None, buffers=None, non_trainable={})
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@
     crop     moved by up to an eighth of the side      He et al. 2016, section 4.2: 4 of 32 pixels
     cutout   without a square of half the side         DeVries and Taylor 2017: 16 of 32 pixels
 
-What a sample becomes follows from seed, epoch and row (``chance.py``), so neither the number of
-workers nor the batch that it falls into changes it. What is moved in from outside and what is cut
-out is 0: pictures come here normalised, so that is the mean of the training set.
+What a sample becomes follows from seed, epoch and row (``counter_rng.py``), so neither the number
+of workers nor the batch that it falls into changes it. What is moved in from outside and what is
+cut out is 0: pictures come here normalised, so that is the mean of the training set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from raydl.data.chance import uniform
+from raydl.data.counter_rng import uniform
 from raydl.data.samples import Batch, Prepare
 
 Draw = Callable[[int], Tensor]

@@ -15,6 +15,7 @@ import numpy as np
 
 from raydl.config import InputConfig
 from raydl.data import files
+from raydl.data.atomic_folder import refuse_unfinished
 from raydl.data.binary import read_cifar, read_idx, read_npz
 from raydl.data.files import Place
 from raydl.data.images import (
@@ -41,7 +42,6 @@ from raydl.data.samples import Dataset, Samples
 from raydl.data.streaming import StreamedPictures
 from raydl.data.table import StreamedTable, TableSet, arrays_of, row_bytes
 from raydl.data.text import TEXT_ENDINGS, load_text
-from raydl.data.whole import refuse_unfinished
 from raydl.errors import DataError, UnknownNameError
 
 _BUNDLED = ("digits", "synthetic")

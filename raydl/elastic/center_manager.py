@@ -92,7 +92,7 @@ class CenterManager:
         is_older = copy.round == self.newest and knows_more
         return copy.round in self.published and not is_older
 
-    def note_that_it_is_here(self, is_here: bool) -> bool:
+    def note_presence(self, is_here: bool) -> bool:
         """Note whether the center holds what all go on from, and return it.
 
         Raises:
@@ -201,7 +201,7 @@ class CenterManager:
             Whether it counts: not if the round was scored before, or went with a center that
             was lost.
         """
-        round = evaluated.round
+        round = evaluated.progress.round
         is_of_lost = self.newest < round <= self._lost_round
         if is_of_lost or round in self._scored:
             self.gave_up("evaluation")
@@ -256,10 +256,10 @@ class CenterManager:
         """Note that all states of a round are here."""
         self.heard_at = self._clock()
         self._collected_before = self._last_collected
-        self._last_collected = collected.snapshot.round
+        self._last_collected = collected.snapshot.progress.round
         self.writing |= self.giving
         self.giving = frozenset()
-        self.times.done(self._clock(), collected.snapshot.epoch)
+        self.times.done(self._clock(), int(collected.snapshot.progress.epoch))
 
     def wrote(self) -> None:
         """Note that nothing is being written: nobody's state is needed any more."""

@@ -44,8 +44,8 @@ from raydl.core.worker_group import (
     WorkerReady,
 )
 from raydl.elastic.center_manager import CenterManager
-from raydl.elastic.curves import Curves
 from raydl.elastic.failures import RunFailure, in_one_line
+from raydl.elastic.fencing import Refusals
 from raydl.elastic.generation import Generation
 from raydl.elastic.membership_policy import (
     CAUSE_S,
@@ -57,7 +57,7 @@ from raydl.elastic.membership_policy import (
 )
 from raydl.elastic.planned_faults import PlannedFaults
 from raydl.elastic.plateau import Plateau
-from raydl.elastic.refusals import Refusals
+from raydl.elastic.record_forwarder import RecordForwarder
 from raydl.elastic.state import Recorder, State
 from raydl.elastic.stragglers import StragglerDetector
 from raydl.elastic.worker_pool import WorkerPool
@@ -147,7 +147,7 @@ class Controller:
         )
         self._failure = RunFailure(config.elastic, self._log)
         self._policy = self._make_policy()
-        self._curves = Curves(recorder, clock)
+        self._curves = RecordForwarder(recorder, clock)
         self._plateau = Plateau(config.optimizer, num_cuts=first_cuts)
         self._listeners = Listeners(callbacks)
         self._refusals = Refusals()
@@ -241,7 +241,7 @@ class Controller:
         self.state, self._has_moved = state, True
         self._state_since = self._clock()
         if state is State.FINISHING:
-            self._worker_pool.stop_hiring()
+            self._worker_pool.stop_requesting()
 
     @property
     def _in_state_s(self) -> float:
@@ -313,7 +313,7 @@ class Controller:
                 self._center_manager.note_scoring(num_samples)
             case Collected():
                 self._center_manager.note_collected(event)
-                is_last = event.snapshot.round == self._finished_at
+                is_last = event.snapshot.progress.round == self._finished_at
                 self._recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
             case StatesLost(round, reason):
                 self._center_manager.lost_states(round)
@@ -347,7 +347,7 @@ class Controller:
 
     def _is_needed(self, name: str) -> bool:
         """Whether a process is a worker of a run that may go on."""
-        return name in self.worker_registry and self._worker_pool.is_hiring
+        return name in self.worker_registry and self._worker_pool.is_requesting
 
     def _on_further_error(self, name: str, error: Exception) -> None:
         """Note an error while the run stops: the same mistake in another process, as a rule."""
@@ -372,7 +372,7 @@ class Controller:
     def _on_score(self, evaluated: Evaluated) -> None:
         self._recorder.evaluated(evaluated)
         self._listeners.note_score(evaluated.without_center())
-        if not self._worker_pool.is_hiring:  # no round is left in which to learn more slowly
+        if not self._worker_pool.is_requesting:  # no round is left in which to learn more slowly
             return
         sentence = self._plateau.note_score(evaluated.metrics)
         if sentence:
@@ -484,7 +484,7 @@ class Controller:
             if run:
                 self._center_manager.collect(run, self._round)  # it may be a long wait
             self._log(self._worker_pool.waiting(reason, waited_s, has_trained=run is not None))
-        elif not self._worker_pool.awaits_legacy(membership.worker_ids):
+        elif not self._worker_pool.awaits_handover(membership.worker_ids):
             self._form(membership, reason)
 
     def _stop_while_waiting(self) -> None:
@@ -632,7 +632,7 @@ class Controller:
         Raises:
             RaydlError: for too long it has not come to it.
         """
-        return self._center_manager.note_that_it_is_here(self._sees_to_center(run))
+        return self._center_manager.note_presence(self._sees_to_center(run))
 
     def _sees_to_center(self, run: Generation | None) -> bool:
         copy = self.worker_registry.freshest_copy(since=self._first_round)

@@ -140,7 +140,7 @@ class SyncMembership:
         """Whether nobody leaves, somebody joins, and its replica is on its way."""
         if membership is None or not set(run.membership.worker_ids) < set(membership.worker_ids):
             return False
-        return self.worker_pool.awaits_legacy(membership.worker_ids)
+        return self.worker_pool.awaits_handover(membership.worker_ids)
 
     def _leaves_out_late(self, run: Generation) -> bool:
         """Go on without workers that the others wait for beyond all that is usual."""
@@ -252,7 +252,7 @@ class AsyncMembership:
     def _waits_for_leaver(self, run: Generation, membership: Membership) -> bool:
         """Whether somebody is on the way to the exchange after which it leaves, or its state."""
         is_leaving = any(self.worker_registry[w].phase is Phase.LEAVING for w in run.at_work)
-        return is_leaving or self.worker_pool.awaits_legacy(membership.worker_ids)
+        return is_leaving or self.worker_pool.awaits_handover(membership.worker_ids)
 
     def watch_regroup(self, run: Generation) -> Next | Change:
         """Return the next state of a generation that is leaving by vote."""

@@ -43,7 +43,7 @@ class PlannedFaults:
         """Inflict what is due on the center by the newest record; return a sentence for each."""
         if record is None:
             return []
-        now = {"round": float(record.round), "second": self._clock() - self._began_at}
+        now = {"round": float(record.progress.round), "second": self._clock() - self._began_at}
         due = [fault for fault in self._left if fault.at <= now[fault.when]]
         for fault in due:
             self._left.remove(fault)

@@ -4,7 +4,7 @@ A run of raydl has a controller that starts workers and watches them. Users who 
 start their workers, too; so these come to a rendezvous and say which they are. It forms a
 generation of the workers that are there, and tells the members when it is over.
 ``Rendezvous`` knows no Ray and no thread; ``RendezvousServer`` holds the lock, and the
-center to start from. An actor wraps one; a test uses it as it is.
+center to start from. An actor inherits from it; a test uses it as it is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from raydl.core.center import Snapshot
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.untrained import Untrained
+from raydl.core.non_trainable import NonTrainable
+from raydl.elastic.center_endpoint import CenterEndpoint
 from raydl.errors import AttachError, ConfigError
-from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.server import CenterServer
 
 Age = tuple[int, int]
@@ -116,7 +116,7 @@ class Rendezvous:
 
     # what workers say
 
-    def name_one(self, wish: str | None = None) -> str:
+    def new_worker_id(self, wish: str | None = None) -> str:
         """Return an id that no worker had before, the wished one if it is none of those."""
         number = len(self._names)
         worker_id = wish or f"w{number}"
@@ -180,7 +180,7 @@ class Rendezvous:
 
     # what the room asks for
 
-    def take_center(self) -> None:
+    def note_center(self) -> None:
         """Note that the center is at the meeting: by messages everybody moves alone from now on."""
         if self._has_center:
             return
@@ -190,7 +190,7 @@ class Rendezvous:
             self._entered = {w: g for w, g in self._entered.items() if w in staying}
             self._number(staying)
 
-    def take_changes(self) -> list[Membership]:
+    def pop_changes(self) -> list[Membership]:
         """Return the memberships that nobody has taken yet, in their order."""
         changes, self._changes = self._changes, []
         return changes
@@ -338,8 +338,8 @@ def _natural(worker_id: str) -> tuple[int, str]:
     return len(worker_id), worker_id
 
 
-class RendezvousServer:
-    """The meeting of one run, and its center.
+class RendezvousServer(CenterEndpoint):
+    """The rendezvous of one run, and its center.
 
     In rounds every worker holds the center; here lies a copy for those who come later. By
     messages the center itself is here.
@@ -348,7 +348,7 @@ class RendezvousServer:
         name: of the run.
         job: what all workers do.
         terms: what all workers must agree on, by setting.
-        has_neighbours: workers may be other processes of this node, and map the center's memory.
+        node: of this process, where workers are other processes; see ``make_shard``.
         clock: seconds, rising.
     """
 
@@ -358,14 +358,15 @@ class RendezvousServer:
         job: Job,
         terms: Mapping[str, Any],
         *,
-        has_neighbours: bool = False,
+        node: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         scaling = job.config.scaling
         self._name = name
         self._job = job
         self._terms = dict(terms)
-        self._has_neighbours = has_neighbours
+        self._node = node
         self._lock = threading.RLock()
         self._rendezvous = Rendezvous(
             name,
@@ -375,18 +376,11 @@ class RendezvousServer:
             timeout_s=scaling.start_timeout_s,
             clock=clock,
         )
-        self._service: CenterServer | None = None
         self._copy: Snapshot | None = None
         self._copied_in = 0
-        self._untrained: Untrained | None = None
+        self._non_trainable: NonTrainable | None = None
         self._starts: dict[str, Snapshot] = {}
         self._members: frozenset[str] = frozenset()
-
-    @property
-    def service(self) -> CenterServer:
-        """The center, for methods that exchange by messages."""
-        assert self._service is not None, "sync methods send no messages"
-        return self._service
 
     def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
         """Return the id of a worker that comes for the first time, the wished one if it is free.
@@ -402,7 +396,7 @@ class RendezvousServer:
                     f"{self._terms.get(setting)}, got {value}",
                 )
         with self._lock:
-            return self._rendezvous.name_one(wish)
+            return self._rendezvous.new_worker_id(wish)
 
     def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the generation that a worker waiting to join is called into; None: ask again.
@@ -430,29 +424,30 @@ class RendezvousServer:
             self._follow()
             return is_last and self._job.method.is_sync
 
-    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
+    def put(
+        self, generation: int, snapshot: Snapshot, non_trainable: NonTrainable | None = None
+    ) -> None:
         """Take in the center that a generation starts from, or ends with.
 
         Args:
             generation: which.
             snapshot: the center.
-            untrained: all of the untrained state, from a worker that enters for the first time;
-                the first that comes is everybody's.
+            non_trainable: all of the non-trainable state, from a worker that enters for the first
+                time; the first that comes is everybody's.
         """
         with self._lock:
-            if self._untrained is None:
-                self._untrained = untrained
-            if generation != self._rendezvous.membership.generation or self._service is not None:
+            if self._non_trainable is None:
+                self._non_trainable = non_trainable
+            is_late = generation != self._rendezvous.membership.generation
+            if is_late or self._center_server is not None:
                 return  # others went on meanwhile
             if self._job.method.is_sync:
                 self._copy, self._copied_in = snapshot, generation
             else:
-                self._service = CenterServer(
-                    self._job, snapshot, has_neighbours=self._has_neighbours
-                )
-                self._rendezvous.take_changes()  # the center was there for none of them
-                self._change(self._service, self._rendezvous.membership)
-            self._rendezvous.take_center()
+                self._center_server = CenterServer(self._job, snapshot, node=self._node)
+                self._rendezvous.pop_changes()  # the center was there for none of them
+                self._change(self._rendezvous.membership)
+            self._rendezvous.note_center()
             self._follow()
 
     def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
@@ -472,17 +467,15 @@ class RendezvousServer:
                 )
             return self._copy if call.source is None or self._copied_in == call.generation else None
 
-    def first_untrained(self) -> Untrained:
-        """Return the untrained state that all workers begin with; after the center has come."""
+    def first_non_trainable(self) -> NonTrainable:
+        """Return the non-trainable state that all workers begin with; after the center has come."""
         with self._lock:
-            assert self._untrained is not None, "it comes with the first center"
-            return self._untrained
+            assert self._non_trainable is not None, "it comes with the first center"
+            return self._non_trainable
 
     def center(self) -> Snapshot | None:
         """Return the center as it is now; None: the workers have it."""
-        if self._service is None:
-            return None
-        return self._service.snapshot(Due(self._service.coordinator.version, is_kept=False), list)
+        return None if self._center_server is None else self._center_server.snapshot()
 
     def quiet_s(self) -> float:
         """Return for how many seconds nobody has been here."""
@@ -494,20 +487,21 @@ class RendezvousServer:
     def _follow(self) -> None:
         """Let the center follow who came and went."""
         if self._job.method.is_sync:
-            self._rendezvous.take_changes()
-        elif self._service is not None:
-            for membership in self._rendezvous.take_changes():
-                self._change(self._service, membership)
-            self._service.coordinator.take_records()  # nobody reads them; they would pile up
-            self._service.coordinator.take_due()
+            self._rendezvous.pop_changes()
+        elif self._center_server is not None:
+            for membership in self._rendezvous.pop_changes():
+                self._change(membership)
+            coordinator = self._center_server.coordinator
+            coordinator.pop_records()  # nobody reads them; they would pile up
+            coordinator.pop_due()
 
-    def _change(self, service: CenterServer, membership: Membership) -> None:
+    def _change(self, membership: Membership) -> None:
         """Let workers come and go at the center; keep what the new ones start from."""
         before, self._members = self._members, frozenset(membership.worker_ids)
         if before:
-            snapshot = service.change(membership, [])
+            snapshot = self.center_server.change(membership, [])
         else:  # in rank order, where the method keeps to it
-            service.begin_generation(membership)
-            snapshot = service.snapshot(Due(service.coordinator.version, is_kept=False), list)
+            self.center_server.begin_generation(membership)
+            snapshot = self.center_server.snapshot()
         self._starts = {w: s for w, s in self._starts.items() if w in self._members}
         self._starts.update(dict.fromkeys(self._members - before, snapshot))

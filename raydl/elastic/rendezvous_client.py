@@ -9,61 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raydl.collective.exchange import Group
+from raydl.collective.sync_exchange import Group
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
-from raydl.core.untrained import Untrained
-from raydl.elastic.rendezvous import NO_COPY, Age, Invitation, Signal
+from raydl.core.non_trainable import NonTrainable
+from raydl.elastic.rendezvous import NO_COPY, Age, Invitation, RendezvousServer, Signal
 from raydl.errors import AttachError, ExchangeError
 from raydl.parameter_server.protocol import CenterClient
 
 _ASK_EVERY_S = 0.05
 _HEAR_EVERY_S = 0.5
-
-
-class RendezvousBackend(Protocol):
-    """A ``raydl.elastic.rendezvous.RendezvousServer``, from wherever a worker is.
-
-    Every call may raise an AttachError: it was lost, or does not answer.
-    """
-
-    def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
-        """Return the id of a worker that comes for the first time."""
-        ...
-
-    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
-        """Return the generation that a worker waiting to join is called into; None: ask again."""
-        ...
-
-    def hear(self, worker_id: str, generation: int) -> Signal:
-        """Note that a worker is there; return what it should do."""
-        ...
-
-    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Let a worker go; return whether its copy of the center should stay."""
-        ...
-
-    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
-        """Take in the center that a generation starts from, or ends with.
-
-        Args:
-            generation: which.
-            snapshot: the center.
-            untrained: all of the untrained state, from a worker that enters for the first time.
-        """
-        ...
-
-    def first_untrained(self) -> Untrained:
-        """Return the untrained state that all workers begin with; after the center has come."""
-        ...
-
-    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return the center that an invited worker starts from; None: it is not here yet."""
-        ...
-
-    def center(self) -> Snapshot | None:
-        """Return the center as it is now; None: the workers have it."""
-        ...
 
 
 class Transport(Protocol):
@@ -86,8 +41,8 @@ class Entry:
     transport: Group | CenterClient
     snapshot: Snapshot | None
     """The snapshot that all start from; None: this worker's own copy of the center."""
-    untrained: Untrained | None = None
-    """The untrained state that all begin with; None: this worker has it."""
+    non_trainable: NonTrainable | None = None
+    """The non-trainable state that all begin with; None: this worker has it."""
 
 
 @dataclass
@@ -107,8 +62,10 @@ class RendezvousClient:
 
     Args:
         name: of the run, for messages.
-        find: finds the meeting point, or makes it; called once this worker comes.
-        make_road: connects it with the others, or with the center.
+        find: finds the rendezvous server, or starts it; called once this worker comes. Where it is
+            a proxy of one in another process, all calls may raise an AttachError: the server was
+            lost, or does not answer.
+        make_transport: connects it with the others, or with the center.
         terms: what all workers must agree on, by setting.
         lease_s: who is not heard of for so long is lost, in seconds.
         in_rounds: every worker has the center, rather than the meeting point.
@@ -118,7 +75,7 @@ class RendezvousClient:
     def __init__(
         self,
         name: str,
-        find: Callable[[], RendezvousBackend],
+        find: Callable[[], RendezvousServer],
         make_transport: MakeTransport,
         *,
         terms: Mapping[str, Any],
@@ -136,7 +93,7 @@ class RendezvousClient:
         self._wish = wish
         self._void: Age | None = None
         self._has_entered = False
-        self._point: RendezvousBackend | None = None
+        self._point: RendezvousServer | None = None
         self._transport: Transport | None = None
         self._stay = _Stay()
         self._ended = threading.Event()
@@ -147,15 +104,15 @@ class RendezvousClient:
         return self._stay.signal
 
     def enter(
-        self, age: Age, own: Callable[[], Snapshot], own_untrained: Callable[[], Untrained]
+        self, age: Age, own: Callable[[], Snapshot], own_non_trainable: Callable[[], NonTrainable]
     ) -> Entry:
         """Leave the generation, if any, and wait for the next one.
 
         Args:
             age: of this worker's copy of the center.
             own: returns it.
-            own_untrained: returns the untrained state of this worker's model, for all to begin
-                with.
+            own_non_trainable: returns the non-trainable state of this worker's model, which all may
+                begin with.
 
         Raises:
             ExchangeError: somebody who was called as well went away; to be tried again.
@@ -173,12 +130,12 @@ class RendezvousClient:
         # Unless it enters, what it has leads nowhere: the others go on from something else.
         self._void = None if has_newest or age == call.age else age
         if call.source == self.worker_id:
-            untrained = None if self._has_entered else own_untrained()
-            point.put(call.generation, own(), untrained)
+            non_trainable = None if self._has_entered else own_non_trainable()
+            point.put(call.generation, own(), non_trainable)
         is_here = has_newest and self._in_rounds
         snapshot = None if is_here else self._wait_for_center(point, call, stay)
         is_new = not self._has_entered and call.source != self.worker_id
-        first = point.first_untrained() if is_new else None
+        first = point.first_non_trainable() if is_new else None
         self._transport = transport = self._make_transport(
             self.worker_id, call.membership, stay.abandoned
         )
@@ -190,7 +147,7 @@ class RendezvousClient:
         if self._ended.is_set():
             raise AttachError(self.name, f"worker {self.worker_id} is detached; attach anew")
 
-    def _come(self) -> RendezvousBackend:
+    def _come(self) -> RendezvousServer:
         self.check()
         if self._point is None:
             self._point = self._find()
@@ -199,13 +156,13 @@ class RendezvousClient:
             threading.Thread(target=self._listen, args=(self._point,), daemon=True).start()
         return self._point
 
-    def _wait_for_call(self, point: RendezvousBackend, age: Age) -> Invitation:
+    def _wait_for_call(self, point: RendezvousServer, age: Age) -> Invitation:
         """Wait to be called; the meeting itself bounds the wait."""
         while (call := point.poll_invitation(self.worker_id, self._stay.generation, age)) is None:
             time.sleep(_ASK_EVERY_S)
         return call
 
-    def _wait_for_center(self, point: RendezvousBackend, call: Invitation, stay: _Stay) -> Snapshot:
+    def _wait_for_center(self, point: RendezvousServer, call: Invitation, stay: _Stay) -> Snapshot:
         """Return the center to start from; the wait ends with the generation."""
         while (snapshot := point.fetch(self.worker_id, call)) is None:
             if stay.signal is Signal.OVER:
@@ -213,7 +170,7 @@ class RendezvousClient:
             time.sleep(_ASK_EVERY_S)
         return snapshot
 
-    def _listen(self, point: RendezvousBackend) -> None:
+    def _listen(self, point: RendezvousServer) -> None:
         while not self._ended.wait(self._every_s):
             stay = self._stay
             try:

@@ -52,8 +52,8 @@ class WorkerPool:
         self._worker_registry = worker_registry
         self._own_states = dict(own_states)
         self._saved_order = list(own_states)
-        self._legacies: list[SavedState] = []
-        self._heirs: dict[str, float | None] = {}
+        self._handed_in: list[SavedState] = []
+        self._taking_over: dict[str, float | None] = {}
         self._takes_over = takes_over
         self._log = log
         self._max_workers = max(1, config.scaling.max_workers)
@@ -63,7 +63,7 @@ class WorkerPool:
         self._new_from = 0
         self._clock = clock
         self._errors = WorkerErrors(config.elastic, clock)
-        self.is_hiring = True
+        self.is_requesting = True
         """Whether the run may go on; near its end nobody is asked for any more."""
         for worker_id in self._saved_order[: self._max_workers]:
             self._ask(worker_id)
@@ -75,14 +75,14 @@ class WorkerPool:
         self._worker_registry.add(worker_id)
         self._worker_group.request_worker(worker_id, self._own_states.get(worker_id))
 
-    def stop_hiring(self) -> None:
+    def stop_requesting(self) -> None:
         """Ask for nobody any more: the run is about to end."""
-        self.is_hiring = False
+        self.is_requesting = False
 
     def _ask_for_missing(self) -> str:
         """Ask for as many workers as are missing; return the id of the first, "": none is."""
         first = ""
-        while self.is_hiring and self._worker_registry.num_coming < self._max_workers:
+        while self.is_requesting and self._worker_registry.num_coming < self._max_workers:
             worker_id = self._worker_registry.new_id()
             self._ask(worker_id)
             first = first or worker_id
@@ -163,8 +163,10 @@ class WorkerPool:
         self._worker_registry.remove(worker_id, cause)
         self._asked.pop(worker_id, None)
         state = self._own_states.pop(worker_id, None)
-        if worker_id in self._heirs:  # not for the next one: it may have been too much for this one
-            del self._heirs[worker_id]
+        if (
+            worker_id in self._taking_over
+        ):  # not for the next one: it may have been too much for this one
+            del self._taking_over[worker_id]
             self._worker_group.forget(state)
 
     def leave_out(self, run: Generation, worker_ids: tuple[str, ...]) -> None:
@@ -218,7 +220,7 @@ class WorkerPool:
             entry = self._worker_registry[worker_id]
             if entry.in_loop:
                 continue
-            if self._lacks_legacies and entry.asked_at is None:
+            if self._lacks_replicas and entry.asked_at is None:
                 entry.asked_at = self._clock()
                 self._worker_group.hand_in(worker_id)
             is_free = entry.has_handed_in or entry.asked_at is None
@@ -235,7 +237,7 @@ class WorkerPool:
         for worker_id in self._under_way():
             if (self._worker_registry[worker_id].asked_at or 0.0) < late:
                 self.note_handed_in(worker_id, None, why)
-        for worker_id, since in list(self._heirs.items()):
+        for worker_id, since in list(self._taking_over.items()):
             if since is not None and since < late:
                 self.note_not_taken_over(worker_id, why)
 
@@ -245,12 +247,12 @@ class WorkerPool:
         return [e.worker_id for e in leavers if e.asked_at is not None and not e.has_handed_in]
 
     @property
-    def _lacks_legacies(self) -> bool:
+    def _lacks_replicas(self) -> bool:
         """Whether somebody comes for whom no replica is kept, nor on its way."""
-        num_kept = len(self._legacies) + len(self._under_way())
-        return self._takes_over and num_kept < self._num_heirs()
+        num_kept = len(self._handed_in) + len(self._under_way())
+        return self._takes_over and num_kept < self._num_newcomers()
 
-    def _num_heirs(self) -> int:
+    def _num_newcomers(self) -> int:
         """Return how many come and have no replica of their own."""
         coming = self._worker_registry.named(Phase.STARTING) + self._worker_registry.named(
             Phase.READY
@@ -273,37 +275,37 @@ class WorkerPool:
         if state is None:
             self._log(f"the replica of {worker_id} is not handed over: {why_none}")
             return
-        self._legacies.append(state)
+        self._handed_in.append(state)
         self.hand_over()
         # The newcomer may have gone, and soon the replica is out of date.
-        surplus = self._legacies[self._num_heirs() :]
-        del self._legacies[self._num_heirs() :]
+        surplus = self._handed_in[self._num_newcomers() :]
+        del self._handed_in[self._num_newcomers() :]
         for state in surplus:
             self._worker_group.forget(state)
 
     def hand_over(self) -> None:
         """Let those who are up and have not trained take over what leavers have handed in."""
         for worker_id in self._worker_registry.named(Phase.READY):
-            if self._legacies and self._needs_replica(worker_id):
-                state = self._own_states[worker_id] = self._legacies.pop(0)
-                self._heirs[worker_id] = self._clock()
+            if self._handed_in and self._needs_replica(worker_id):
+                state = self._own_states[worker_id] = self._handed_in.pop(0)
+                self._taking_over[worker_id] = self._clock()
                 self._worker_group.hand_over(worker_id, state)
 
     def note_taken_over(self, worker_id: str) -> None:
         """Note that a newcomer has the replica of one that left."""
-        if worker_id in self._heirs:
-            self._heirs[worker_id] = None
+        if worker_id in self._taking_over:
+            self._taking_over[worker_id] = None
 
     def note_not_taken_over(self, worker_id: str, reason: str) -> None:
         """Let a newcomer start at the center, since a replica does not come to it."""
-        if self._heirs.pop(worker_id, None) is not None:
+        if self._taking_over.pop(worker_id, None) is not None:
             self._worker_group.forget(self._own_states.pop(worker_id))
             self._log(f"{worker_id} starts at the center: {reason}")
 
-    def awaits_legacy(self, newcomers: Iterable[str]) -> bool:
+    def awaits_handover(self, newcomers: Iterable[str]) -> bool:
         """Whether a replica is on its way that a newcomer could start from."""
         newcomers = list(newcomers)
-        if any(self._heirs.get(w) is not None for w in newcomers):
+        if any(self._taking_over.get(w) is not None for w in newcomers):
             return True
         return bool(self._under_way()) and any(map(self._needs_replica, newcomers))
 
@@ -344,8 +346,8 @@ class WorkerPool:
     def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
         """Return the replica states that newcomers start from: their own, or a leaver's."""
         states = {w: self._own_states.pop(w) for w in worker_ids if w in self._own_states}
-        for worker_id in states.keys() & self._heirs.keys():
-            del self._heirs[worker_id]
+        for worker_id in states.keys() & self._taking_over.keys():
+            del self._taking_over[worker_id]
             self._worker_group.forget(states[worker_id])  # it has it
         return states
 

@@ -56,12 +56,12 @@ class Plan:
 
     def command(self, *, again: bool = False) -> str:
         """Return the entrypoint; ``again``: that of one sent after a lost one."""
-        module = "raydl.cli.again" if again else "raydl train"
+        module = "raydl.cli.resume_job" if again else "raydl train"
         # exec: the driver's end is the job's own, with no shell between them.
         return f"exec {shlex.quote(self.python)} -m {module} {self.options}"
 
     @property
-    def how_to_go_on(self) -> str:
+    def how_to_continue(self) -> str:
         """Command that resumes the run."""
         name = "" if self.is_named else f"--run-name {self.name} and "
         return f"the same command with {name}--resume"
@@ -312,7 +312,7 @@ class Submitter:
             RaydlError: the cluster turned the job down, or did not answer for too long.
         """
         job_id = f"{_ascii(self.plan.name)}-{uuid.uuid4().hex[:6]}"
-        silence = _Silence(self, self.plan.how_to_go_on if again else "the same command")
+        silence = _Silence(self, self.plan.how_to_continue if again else "the same command")
         self.sending = job_id
         while (why := self.jobs.submit(job_id, self.plan.command(again=again))) is not None:
             silence.go_on(why)
@@ -346,7 +346,7 @@ class Submitter:
         fate, status, why = judge(state)
         go_on = ""
         if self.plan.options and fate in (Fate.STOPPED, Fate.LOST):
-            go_on = f"; to go on: {self.plan.how_to_go_on}"
+            go_on = f"; to go on: {self.plan.how_to_continue}"
         self.say(f"{self.job_id}: {why}{go_on}")
         return status
 
@@ -354,8 +354,8 @@ class Submitter:
 class _Silence:
     """The time for which a cluster has not answered, or only that it is not ready; bounded."""
 
-    def __init__(self, submitter: Submitter, how_to_go_on: str) -> None:
-        self._submitter, self._how_to_go_on = submitter, how_to_go_on
+    def __init__(self, submitter: Submitter, how_to_continue: str) -> None:
+        self._submitter, self._how_to_go_on = submitter, how_to_continue
         self._since: float | None = None
 
     def go_on(self, why: str) -> None:

@@ -8,17 +8,16 @@ queued.py       what waits for a disk, and how much of it
 thinning.py     fewer points the older a run is
 speed.py        samples per second, of the newest records
 worker_curves.py  which workers have curves of their own, under which names
-stack_picture.py  the time parts, stacked, as a picture
-ticks.py        round steps for the axes of pictures
+charts.py       all charts, by matplotlib
 tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalars*
 """
 
+from raydl.metrics.background_writer import BackgroundWriter
 from raydl.metrics.memberships import MembershipTable
-from raydl.metrics.queued import Queued
 from raydl.metrics.speed import RecentSpeed
 from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
-from raydl.metrics.thinning import Thinned
+from raydl.metrics.thinning import StackHistory, Thinned
 from raydl.metrics.time_parts import TIME_PARTS, TimeParts, communication_share, mean_parts
 from raydl.metrics.worker_curves import WorkerCurves, spread_of
 from raydl.metrics.writer import Forgiving, MetricsWriter, Tee
@@ -28,11 +27,12 @@ __all__ = [
     "STACK",
     "TAGS",
     "TIME_PARTS",
+    "BackgroundWriter",
     "Forgiving",
     "MembershipTable",
     "MetricsWriter",
-    "Queued",
     "RecentSpeed",
+    "StackHistory",
     "Tag",
     "Tee",
     "TensorBoardWriter",

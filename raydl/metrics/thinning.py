@@ -19,6 +19,10 @@ _SHARE = 1 / 5000
 """A gap between two points, as a share of the run's age: far less than a pixel of a curve."""
 _FINEST_S = 0.2
 """Gaps are no finer: records come so far apart, or several of them at one moment."""
+_MOST_POINTS = 512
+
+Point = tuple[int, Mapping[str, float]]
+"""Samples, and the seconds of each time part."""
 
 
 def is_due(now: float, written: float, *, age_s: float) -> bool:
@@ -136,3 +140,37 @@ class Thinned:
             self._write()
         finally:
             self._writer.close()
+
+
+class StackHistory:
+    """The time parts of a run so far, in a bounded number of points."""
+
+    def __init__(self) -> None:
+        self._points: list[Point] = []
+        self._newest: Point | None = None
+        self._count = 0
+        self._stride = 1
+
+    def add(self, num_samples: int, parts: Mapping[str, float]) -> None:
+        """Add a point; of too many, every other one is forgotten, and of those to come."""
+        self._newest = (num_samples, dict(parts))
+        if self._count % self._stride == 0:
+            self._points.append(self._newest)
+        self._count += 1
+        if len(self._points) > _MOST_POINTS:
+            self._points, self._stride = self._points[::2], 2 * self._stride
+
+    def go_back(self, *, num_samples: int) -> None:
+        """Forget the points from a sample on."""
+        self._points = [point for point in self._points if point[0] < num_samples]
+        if self._newest is not None and self._newest[0] >= num_samples:
+            self._newest = self._points[-1] if self._points else None
+        self._count = 0  # so that the next point is kept
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points in the order in which they came, the newest among them."""
+        newest = self._newest
+        if newest is None or (self._points and newest is self._points[-1]):
+            return tuple(self._points)
+        return (*self._points, newest)

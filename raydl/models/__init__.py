@@ -17,11 +17,11 @@ from torch import nn
 
 from raydl.errors import ShapeError, UnknownNameError
 from raydl.models.alexnet import AlexNet, CifarAlexNet
+from raydl.models.custom import load
 from raydl.models.googlenet import CifarGoogLeNet, GoogLeNet
 from raydl.models.gpt import GPT
 from raydl.models.lenet import LeNet, LeNet5
 from raydl.models.mlp import MLP
-from raydl.models.own import load
 from raydl.models.resnet import CifarResNet, ResNet
 from raydl.models.vgg import VGG, CifarVGG
 

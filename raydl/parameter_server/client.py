@@ -13,8 +13,8 @@ from torch import Tensor
 from raydl.core.center import Mirror
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Arrival, Header, Staging
+from raydl.core.non_trainable import BufferNews, NonTrainableState
 from raydl.core.rules import Sends, Tally
-from raydl.core.untrained import BufferNews, UntrainedState
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeError
 from raydl.parameter_server.protocol import (
@@ -140,7 +140,7 @@ class MessageExchange:
                     feedback.commit()
         for _, response in self._replies:
             if response.assignment is not None:
-                self._session.take_assignment(response.assignment)
+                self._session.set_assignment(response.assignment)
         self._replies = []
 
     def _take(self) -> None:
@@ -169,7 +169,7 @@ class ClientSession:
         worker_id: who it is.
         generation: the membership that it enters with.
         incarnation: which life of the worker.
-        untrained: of the worker's model.
+        non_trainable: of the worker's model.
         ledger: that of the snapshot which it starts from.
         ledger_round: exchanges that the center had settled by then.
     """
@@ -179,7 +179,7 @@ class ClientSession:
         worker_id: str,
         generation: int,
         incarnation: int,
-        untrained: UntrainedState,
+        non_trainable: NonTrainableState,
         *,
         ledger: dict[str, Any],
         ledger_round: int,
@@ -200,7 +200,7 @@ class ClientSession:
         """Exchanges that the center had settled by then."""
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._news = BufferNews(untrained)
+        self._news = BufferNews(non_trainable)
         self._numbers = itertools.count()
 
     @property
@@ -251,7 +251,7 @@ class ClientSession:
         if refusal:
             raise ExchangeError(self.version, self.generation, refusal)
 
-    def take_assignment(self, assignment: Assignment) -> None:
+    def set_assignment(self, assignment: Assignment) -> None:
         """Note what to do next."""
         self.assignment = assignment
         if assignment.ledger is not None:

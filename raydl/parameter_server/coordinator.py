@@ -18,10 +18,11 @@ from typing import Any
 from raydl.config import TrainConfig
 from raydl.core.membership import Membership
 from raydl.core.methods import Method
-from raydl.core.reports import Outcome, Record, RecordAggregator, TrainingState
+from raydl.core.non_trainable import NonTrainable
+from raydl.core.progress import Progress
+from raydl.core.reports import Outcome, Record, RecordAggregator
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
-from raydl.core.untrained import Untrained
 from raydl.data.ledger import Claim, Ledger
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.parameter_server.members import Member, Members
@@ -168,7 +169,7 @@ A lost center is made again from the worker that was told the ledger last. Where
 is the newest orders of all; of more the ledger is p/16 exchanges older at most, whose samples are
 trained again, beside those of the p exchanges under way, which are lost in any case.
 """
-_NONE: Untrained = {}
+_NONE: NonTrainable = {}
 
 
 class Coordinator:
@@ -181,7 +182,7 @@ class Coordinator:
         version: exchanges settled before, and checkpoints voted for.
         seconds: seconds trained before.
         local_step: local steps of each worker before, the mean.
-        untrained: what the center has of the untrained state; see
+        non_trainable: what the center has of the non-trainable state; see
             ``raydl.core.center.Snapshot``.
         clock: seconds, rising.
     """
@@ -195,7 +196,7 @@ class Coordinator:
         version: int = 0,
         seconds: float = 0.0,
         local_step: int = 0,
-        untrained: Untrained = _NONE,
+        non_trainable: NonTrainable = _NONE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -211,7 +212,7 @@ class Coordinator:
         self._votes: dict[str, float] = {}
         self._dues = Dues()
         self._turns = Turns()
-        self._untrained = dict(untrained)
+        self._non_trainable = dict(non_trainable)
         self._is_end = False
         self.num_cuts = 0
         """How often the learning rate was cut, for the schedule ``plateau``."""
@@ -332,7 +333,7 @@ class Coordinator:
             num_steps = completion.local_step - member.local_step
             member.local_step, member.completion = completion.local_step, completion
             self._members.note_step(worker_id, completion.header.step_s)
-            self._untrained.update(completion.untrained)
+            self._non_trainable.update(completion.non_trainable)
             self._aggregator.add(
                 completion.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
@@ -347,7 +348,7 @@ class Coordinator:
             at_once = self._ledger.epoch > epoch
             # A worker that leaves is recorded when it has left.
             if assignment.outcome is Outcome.GO_ON and (at_once or self._aggregator.is_due):
-                self._aggregator.record(self._training_state(completion), at_once=at_once)
+                self._record(completion, at_once=at_once)
             member.answered = push.message_id.sequence, assignment
             self._changed.notify_all()
             return assignment
@@ -447,7 +448,7 @@ class Coordinator:
             if is_news:
                 self._count_last_steps(message_id.worker_id)
                 if member.completion is not None:
-                    self._aggregator.record(self._training_state(member.completion), at_once=True)
+                    self._record(member.completion, at_once=True)
                 self._want_last()
                 self._watch.run(not self._members.is_closed)
 
@@ -508,17 +509,23 @@ class Coordinator:
         left = self._stop_condition.steps_left(member.local_step)
         return steps if left is None else min(steps, left)
 
-    def _training_state(self, completion: Completion) -> TrainingState:
-        return TrainingState(
-            round=self._version,
-            generation=self._generation,
+    def _record(self, completion: Completion, *, at_once: bool) -> None:
+        self._aggregator.record(
+            self._progress(self._ledger),
             num_workers=self._members.membership.num_workers,
-            epoch=self._ledger.num_done_ever / self._ledger.num_samples,
-            num_samples=self._ledger.num_done_ever,
-            local_step=self._members.local_step,
             lr=completion.lr,
             exchange_bytes=completion.num_bytes,
-            trained_s=self.seconds,
+            at_once=at_once,
+        )
+
+    def _progress(self, ledger: Ledger) -> Progress:
+        return Progress(
+            round=self._version,
+            generation=self._generation,
+            epoch=ledger.num_done_ever / ledger.num_samples,
+            num_samples=ledger.num_done_ever,
+            local_step=self._members.local_step,
+            seconds=self.seconds,
         )
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -593,12 +600,12 @@ class Coordinator:
                 seconds=self.seconds,
             )
 
-    def take_due(self) -> list[Due]:
+    def pop_due(self) -> list[Due]:
         """Return the snapshots that are wanted: all that are kept, and the newest other."""
         with self._changed:
             return self._dues.pop_due()
 
-    def take_records(self) -> tuple[Record, ...]:
+    def pop_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
         with self._changed:
             return self._aggregator.pop_records()
@@ -613,14 +620,10 @@ class Coordinator:
         with self._changed:
             ledger = self._kept_ledger() if is_kept else self._ledger
             return {
-                "generation": self._generation,
-                "epoch": ledger.epoch,
-                "num_samples": ledger.num_done_ever,
-                "local_step": self._members.local_step,
-                "seconds": self.seconds,
+                "progress": self._progress(ledger),
                 "ledger": ledger.state_dict(),
                 "num_cuts": self.num_cuts,
-                "untrained": dict(self._untrained),
+                "non_trainable": dict(self._non_trainable),
             }
 
     def _kept_ledger(self) -> Ledger:

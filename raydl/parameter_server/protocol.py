@@ -64,7 +64,7 @@ class Completion:
     lr: float
     num_bytes: int
     """Bytes this worker sent and received since its last settlement."""
-    untrained: dict[str, np.ndarray] = field(default_factory=dict)
+    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
     """Buffers that are not averaged and have changed since the last settlement, by name."""
 
 

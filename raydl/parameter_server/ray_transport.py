@@ -69,46 +69,58 @@ class RayCenterClient:
         The message itself must stay as it is until the answer has come, for it may have to
         be sent again.
         """
-        send = functools.partial(self._shards[shard].exchange.remote, request)
-        return self._delivery(send, shard, request.message_id, self._timeout_s)
+        return self._call(request.message_id, shard, "exchange", request)
 
-    def _delivery(
-        self, send: Callable[[], Any], shard: int, message_id: MessageId, timeout_s: float
+    def _call(
+        self,
+        message_id: MessageId,
+        shard: int,
+        method: str,
+        *arguments: Any,
+        extra_s: float = 0.0,
     ) -> RayPendingResponse:
+        """Call a method of a shard's actor.
+
+        Args:
+            message_id: for errors.
+            shard: which.
+            method: of ``raydl.elastic.center_endpoint.CenterEndpoint``; away from home
+                ``exchange`` and ``shared_cells`` alone.
+            arguments: of the method.
+            extra_s: how much longer than ``timeout_s`` the answer may take, in seconds.
+        """
+        send = functools.partial(getattr(self._shards[shard], method).remote, *arguments)
+        timeout_s = self._timeout_s + extra_s
         return RayPendingResponse(send, shard, message_id, timeout_s, self._abandoned)
 
     def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
         """Return the memory that the shards of this node let its workers map."""
         node = ray.get_runtime_context().get_node_id()
-        asked = [
-            functools.partial(shard.shared_cells.remote, message_id.worker_id, node)
-            for shard in self._shards
-        ]
         flying = [
-            self._delivery(ask, i, message_id, self._timeout_s) for i, ask in enumerate(asked)
+            self._call(message_id, shard, "shared_cells", message_id.worker_id, node)
+            for shard in range(self.num_shards)
         ]
         found: dict[Span, CellAddress] = {}
-        for delivery in flying:
-            found |= delivery.wait_for_any()
+        for response in flying:
+            found |= response.wait_for_any()
         return found
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders."""
-        send = functools.partial(self._shards[HOME].enter.remote, message_id, local_step)
-        delivery = self._delivery(send, HOME, message_id, self._timeout_s + _TURN_GRACE_S)
-        assignment: Assignment = delivery.wait_for_any()
+        arguments = message_id, local_step
+        entering = self._call(message_id, HOME, "enter", *arguments, extra_s=_TURN_GRACE_S)
+        assignment: Assignment = entering.wait_for_any()
         return assignment
 
     def take_turn(self, message_id: MessageId) -> None:
         """Wait until it is this worker's turn."""
         self._finish_turn()
-        send = functools.partial(self._shards[HOME].take_turn.remote, message_id)
-        self._delivery(send, HOME, message_id, self._timeout_s + _TURN_GRACE_S).wait_for_any()
+        turn = self._call(message_id, HOME, "take_turn", message_id, extra_s=_TURN_GRACE_S)
+        turn.wait_for_any()
 
     def end_turn(self, message_id: MessageId) -> None:
         """Let the next in rank order begin."""
-        send = functools.partial(self._shards[HOME].end_turn.remote, message_id)
-        self._turn_end = self._delivery(send, HOME, message_id, self._timeout_s)
+        self._turn_end = self._call(message_id, HOME, "end_turn", message_id)
 
     def _finish_turn(self) -> None:
         """Make sure that the end of the last turn has arrived, which no one waited for."""
@@ -119,8 +131,7 @@ class RayCenterClient:
     def leave_generation(self, message_id: MessageId) -> None:
         """Leave the generation."""
         self._finish_turn()
-        send = functools.partial(self._shards[HOME].leave_generation.remote, message_id)
-        self._delivery(send, HOME, message_id, self._timeout_s).wait_for_any()
+        self._call(message_id, HOME, "leave_generation", message_id).wait_for_any()
 
     def close(self) -> None:
         """Do nothing: there is no connection of our own."""

@@ -1,11 +1,12 @@
 """The center as a service, for the methods that exchange by messages: home shard and coordinator.
 
-Plain objects: the center's actor wraps one of these, and so does a run in one process.
+Plain objects: the center's actor holds a server, and so does a run in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,14 @@ from raydl.core.optimizers import make_optimizer
 from raydl.data.ledger import Ledger, Span
 from raydl.errors import NonFiniteCenterError
 from raydl.parameter_server.coordinator import Coordinator, Due
-from raydl.parameter_server.protocol import HOME, CellAddress, Request, Response
+from raydl.parameter_server.protocol import (
+    HOME,
+    Assignment,
+    CellAddress,
+    MessageId,
+    Request,
+    Response,
+)
 from raydl.parameter_server.shard import Shard, ShardState
 from raydl.parameter_server.shared_memory import can_be_shared
 
@@ -34,16 +42,16 @@ def make_shard(
     index: int,
     settles: Coordinator | None,
     *,
-    has_neighbours: bool = False,
+    node: str | None = None,
 ) -> Shard:
     """Return one shard of the center, as it is in a snapshot.
 
     Args:
         index: which; the home shard, 0, has the coordinator and the float buffers.
-        has_neighbours: workers may be other processes of this node, and map its memory.
+        node: of this process, where workers are other processes, which may map its memory from
+            there; None: they are threads of this process.
     """
     exchange, method = job.config.exchange, job.method
-    is_shared = has_neighbours and can_be_shared(job.config, method)
     weights = torch.tensor(snapshot.weights)
     by_shard = cells(
         weights.numel(), num_shards=exchange.center_shards, num_fragments=exchange.fragments
@@ -58,7 +66,8 @@ def make_shard(
         is_locked=method.strategy != "hogwild",
         codec=parse_codec(exchange.compression),
         settles=settles,
-        shared_s=exchange.timeout_s if is_shared else None,
+        node=node if can_be_shared(job.config, method) else None,
+        lock_timeout_s=exchange.timeout_s,
     )
     spans = sorted(span for spans in by_shard for span in spans)
     states = split_states(snapshot.optimizer, [stop - start for start, stop in spans])
@@ -67,26 +76,26 @@ def make_shard(
 
 
 class CenterServer:
-    """The home shard with its coordinator.
+    """The home shard with its coordinator, as workers and controllers call them.
 
     Args:
         job: what the workers do.
         snapshot: what the center starts from.
-        has_neighbours: workers may be other processes of this node, and map its memory.
+        node: see ``make_shard``.
     """
 
-    def __init__(self, job: Job, snapshot: Snapshot, *, has_neighbours: bool = False) -> None:
+    def __init__(self, job: Job, snapshot: Snapshot, *, node: str | None = None) -> None:
         self.coordinator = Coordinator(
             job.config,
             job.method,
             Ledger.from_state_dict(snapshot.ledger, cuts=job.order.cuts),
-            version=snapshot.round,
-            seconds=snapshot.seconds,
-            local_step=snapshot.local_step,
-            untrained=snapshot.untrained,
+            version=snapshot.progress.round,
+            seconds=snapshot.progress.seconds,
+            local_step=snapshot.progress.local_step,
+            non_trainable=snapshot.non_trainable,
         )
         self.coordinator.num_cuts = snapshot.num_cuts
-        self.home = make_shard(job, snapshot, HOME, self.coordinator, has_neighbours=has_neighbours)
+        self.home = make_shard(job, snapshot, HOME, self.coordinator, node=node)
         self._num_parameters = snapshot.weights.size
 
     @property
@@ -113,18 +122,42 @@ class CenterServer:
         """
         home = self.home.change(membership)
         self.coordinator.change(membership)
-        due = Due(self.coordinator.version, is_kept=False)
-        return self._assembled(due, self.coordinator.state(), [home, *others])
+        return self._assembled(self._due_now(), self.coordinator.state(), [home, *others])
 
-    def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
-        """Return the home shard's spans that a worker of this node may map."""
-        return self.home.shared_cells(worker_id)
+    def _due_now(self) -> Due:
+        return Due(self.coordinator.version, is_kept=False)
 
-    def exchange(self, push: Request) -> Response:
-        """Take a message to the home shard."""
-        return self.home.exchange(push)
+    # what workers ask
 
-    def snapshot(self, due: Due, others: Callable[[], list[ShardState]]) -> Snapshot:
+    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
+        """Return the home shard's spans that a worker of a node may map."""
+        return self.home.shared_cells(worker_id, node)
+
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
+        """Return a worker's first assignment; see ``Coordinator.enter``."""
+        return self.coordinator.enter(message_id, local_step)
+
+    def exchange(self, request: Request) -> Response:
+        """Apply a message to the home shard, and answer it; see ``Shard.exchange``."""
+        return self.home.exchange(request)
+
+    def take_turn(self, message_id: MessageId) -> None:
+        """Wait for a worker's turn; see ``Coordinator.take_turn``."""
+        self.coordinator.take_turn(message_id)
+
+    def end_turn(self, message_id: MessageId) -> None:
+        """End a worker's turn."""
+        self.coordinator.end_turn(message_id)
+
+    def leave_generation(self, message_id: MessageId) -> None:
+        """Note that a worker has left its generation."""
+        self.coordinator.leave_generation(message_id)
+
+    # copies
+
+    def snapshot(
+        self, others: Callable[[], list[ShardState]] = list, due: Due | None = None
+    ) -> Snapshot:
         """Return a copy of the whole center.
 
         Spans are copied one after another while messages come in, so they may be some
@@ -132,16 +165,17 @@ class CenterServer:
         in the center before: a run that goes on from it trains some again, and skips none.
 
         Args:
-            due: under which number.
             others: returns the other shards, as they are then.
+            due: its number; None: of the exchanges settled by now.
 
         Raises:
             NonFiniteCenterError: it has values that are not finite, and is not kept.
         """
+        due = due or self._due_now()
         counters = self.coordinator.state(is_kept=due.is_kept)
         snapshot = self._assembled(due, counters, [self.home.state(), *others()])
         if not snapshot.is_finite():
-            raise NonFiniteCenterError(snapshot.round)
+            raise NonFiniteCenterError(snapshot.progress.round)
         return snapshot
 
     def _assembled(self, due: Due, counters: dict[str, Any], shards: list[ShardState]) -> Snapshot:
@@ -154,8 +188,9 @@ class CenterServer:
             ):
                 weights[slice(*span)] = values
                 states[span] = optimizer
+        progress = replace(counters.pop("progress"), round=due.round)
         return Snapshot(
-            round=due.round,
+            progress=progress,
             is_kept=due.is_kept,
             weights=weights,
             buffers=shards[HOME].buffers,

@@ -139,8 +139,8 @@ class Shard:
         codec: shortens messages and answers.
         is_locked: one message at a time (async), or all at once (hogwild).
         settles: at the home shard, who gives orders.
-        shared_s: workers of this node may write the memory, and wait for its lock for so many
-            seconds at most; None: they send messages.
+        node: of its process, if workers there may write the memory; None: they send messages.
+        lock_timeout_s: the longest wait of these workers for the memory's lock, in seconds.
     """
 
     def __init__(
@@ -154,8 +154,10 @@ class Shard:
         is_locked: bool,
         codec: Codec | None = None,
         settles: Settles | None = None,
-        shared_s: float | None = None,
+        node: str | None = None,
+        lock_timeout_s: float = 0.0,
     ) -> None:
+        self._node = node
         self._rule = rule
         self._codec = None if codec is None or codec.name == "none" else codec
         self._settles = settles
@@ -163,8 +165,8 @@ class Shard:
         self._cells: dict[Span, _Cell] = {}
         for start, stop in spans:
             values, mapped = weights[start:stop].clone(), None
-            if shared_s is not None:
-                mapped = MappedCell.create(values, is_locked=is_locked, timeout_s=shared_s)
+            if node is not None:
+                mapped = MappedCell.create(values, is_locked=is_locked, timeout_s=lock_timeout_s)
                 values = mapped.weights
             center = Center(
                 values,
@@ -209,11 +211,13 @@ class Shard:
             self._newest = {w: self._newest[w] if w in before else {} for w in members}
         for cell in self._cells.values():
             if cell.mapped:
-                cell.mapped.let_in(members)
+                cell.mapped.admit(members)
         return self._state(members)
 
-    def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
-        """Return the spans whose memory a member may map, from a process of this node."""
+    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
+        """Return the spans whose memory a member may map, from a process of a node."""
+        if node != self._node:
+            return {}
         found = {s: c.mapped.address_for(worker_id) for s, c in self._cells.items() if c.mapped}
         return {span: address for span, address in found.items() if address}
 

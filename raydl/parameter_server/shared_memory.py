@@ -126,7 +126,7 @@ class MappedCell:
 
     # members
 
-    def let_in(self, entered: Mapping[str, int]) -> None:
+    def admit(self, entered: Mapping[str, int]) -> None:
         """Let these workers move the center from now on, and nobody else.
 
         Not behind the lock, which a worker that is stopped may hold: one that is moving the center
@@ -311,7 +311,7 @@ class MappedExchange:
         if self._response and self._response.assignment:
             if self._response.buffers.size and self.center.buffers.numel():
                 np.copyto(self.center.buffers.numpy(), self._response.buffers)
-            self._session.take_assignment(self._response.assignment)
+            self._session.set_assignment(self._response.assignment)
         self._response = None
 
 

@@ -21,7 +21,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
-from raydl.collective.store import StoreServer
 from raydl.core.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.core.job import Job
 from raydl.core.membership import Membership
@@ -31,18 +30,11 @@ from raydl.core.tensor_files import TensorFile
 from raydl.core.worker_group import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.data.ledger import Span
+from raydl.elastic.center_endpoint import CenterEndpoint
 from raydl.elastic.failures import raise_if_of_machine
 from raydl.errors import ExchangeError, NonFiniteError
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
-from raydl.parameter_server.coordinator import Due
-from raydl.parameter_server.protocol import (
-    HOME,
-    Assignment,
-    CellAddress,
-    MessageId,
-    Request,
-    Response,
-)
+from raydl.parameter_server.protocol import HOME, CellAddress, Request, Response
 from raydl.parameter_server.ray_transport import RayCenterClient
 from raydl.parameter_server.server import CenterServer, OptimizerStates, make_shard
 from raydl.parameter_server.shard import ShardState
@@ -102,7 +94,7 @@ _A_BYTE = 1
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"rendezvous": 16})
-class CenterActor:
+class CenterActor(CenterEndpoint):
     """Holds the committed snapshots, and the keys by which each generation meets.
 
     For methods that exchange by messages it is the home shard of the center, too: it then
@@ -110,9 +102,8 @@ class CenterActor:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._shelf = SnapshotShelf()
-        self._store = StoreServer()
-        self._service: CenterServer | None = None
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
         self._process = uuid.uuid4().hex
@@ -138,22 +129,18 @@ class CenterActor:
         self._shelf.put(snapshot)
         self._others = others
         if not job.method.is_sync:
-            self._service = CenterServer(job, snapshot, has_neighbours=True)
+            self._center_server = CenterServer(job, snapshot, node=node_here())
         # Not always the node that was asked for: of one that it can not use Ray makes another.
         return node_here(), os.getpid()
 
-    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
-        """Write a key of a generation."""
-        self._store.set(run_id, generation, key, value)
-
-    # In threads of its own. More waiters than these wait for their turn; what they wait for is
-    # written elsewhere.
+    # In threads of its own: in rounds all other calls share one, ``set_key`` too, which writes what
+    # these wait for. More waiters than threads wait for their turn.
     @ray.method(concurrency_group="rendezvous")
     def wait_for_keys(
         self, run_id: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
         """Return the keys of a generation, once it has some of them or the time is up."""
-        return self._store.wait(run_id, generation, keys, timeout_s)
+        return super().wait_for_keys(run_id, generation, keys, timeout_s)
 
     def begin(self, generation: int, round: int) -> Snapshot | None:
         """Begin a generation of a synchronous method; return the snapshot that it starts from."""
@@ -170,28 +157,28 @@ class CenterActor:
     def poll(self) -> Published:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
-        if self._service is None:
+        if self._center_server is None:
             return Published(
                 self._shelf.rounds(),
                 faults=faults,
                 num_changes=self._shelf.num_changes(),
                 process=self._process,
                 generation=self._shelf.generation,
-                newest_generation=self._shelf.newest().generation,
+                newest_generation=self._shelf.newest().progress.generation,
                 refused={"snapshots": self._shelf.num_refused},
             )
-        for due in self._service.coordinator.take_due():
+        coordinator = self._center_server.coordinator
+        for due in coordinator.pop_due():
             # No put: the center's own snapshot is never late, whoever joins while it is made.
-            self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
-        coordinator = self._service.coordinator
+            self._shelf.adopt(self._center_server.snapshot(self._states_of_others, due))
         return Published(
             self._shelf.rounds(),
-            coordinator.take_records(),
+            coordinator.pop_records(),
             faults,
             coordinator.is_complete(),
             told_s=time.monotonic(),
             process=self._process,
-            refused={"messages": self._service.num_refused},
+            refused={"messages": self._center_server.num_refused},
         )
 
     def _states_of_others(self) -> list[ShardState]:
@@ -202,9 +189,9 @@ class CenterActor:
 
     def optimizer_state(self) -> tuple[tuple[int, float], dict[str, Any]]:
         """Return ((exchanges settled, CPU seconds of the copy), what the optimizer remembers)."""
-        began, version = time.thread_time(), self._at_home.coordinator.version
+        began, version = time.thread_time(), self.center_server.coordinator.version
         others = ray.get([s.optimizer_states.remote() for s in self._others], timeout=START_S)
-        state = self._at_home.optimizer_state(others)
+        state = self.center_server.optimizer_state(others)
         return (version, time.thread_time() - began), state
 
     def note_fault(self, number: int, worker_id: str) -> None:
@@ -236,10 +223,8 @@ class CenterActor:
         """Begin a generation; return its number, and what all start from."""
         opened = [shard.form.remote(membership) for shard in self._others]
         states = ray.get(opened, timeout=START_S)
-        service = self._at_home
-        service.begin_generation(membership)
-        due = Due(service.coordinator.version, is_kept=False)
-        return membership.generation, service.snapshot(due, lambda: states)
+        self.center_server.begin_generation(membership)
+        return membership.generation, self.center_server.snapshot(lambda: states)
 
     def change(self, membership: Membership) -> tuple[int, Snapshot]:
         """Let workers join and leave while the others train on.
@@ -249,44 +234,15 @@ class CenterActor:
         """
         changed = [shard.change.remote(membership) for shard in self._others]
         states = ray.get(changed, timeout=START_S)
-        return membership.generation, self._at_home.change(membership, states)
+        return membership.generation, self.center_server.change(membership, states)
 
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange."""
-        self._at_home.coordinator.dismiss(worker_id)
-
-    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return the home shard's memory that a worker of a node may map."""
-        return self._at_home.shared_cells(worker_id) if node == node_here() else {}
-
-    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Return the first orders of a worker."""
-        return self._at_home.coordinator.enter(message_id, local_step)
-
-    def exchange(self, request: Request) -> Response:
-        """Take a message."""
-        return self._at_home.exchange(request)
-
-    def take_turn(self, message_id: MessageId) -> None:
-        """Wait for a worker's turn."""
-        self._at_home.coordinator.take_turn(message_id)
-
-    def end_turn(self, message_id: MessageId) -> None:
-        """End a worker's turn."""
-        self._at_home.coordinator.end_turn(message_id)
-
-    def leave_generation(self, message_id: MessageId) -> None:
-        """Let a worker leave."""
-        self._at_home.coordinator.leave_generation(message_id)
+        self.center_server.coordinator.dismiss(worker_id)
 
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._at_home.coordinator.vote(generation, **votes)
-
-    @property
-    def _at_home(self) -> CenterServer:
-        assert self._service is not None, "sync methods send no messages"
-        return self._service
+        self.center_server.coordinator.vote(generation, **votes)
 
 
 def _with_optimizer(snapshot: Snapshot, optimizer: dict[str, Any] | None) -> Snapshot:
@@ -309,7 +265,7 @@ class ShardActor:
         snapshot = _with_optimizer(snapshot, optimizer)
         self._index = index
         self._process = uuid.uuid4().hex
-        self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
+        self._shard = make_shard(job, snapshot, index, None, node=node_here())
 
     def form(self, membership: Membership) -> ShardState:
         """Begin a generation; return what all start from."""
@@ -335,7 +291,7 @@ class ShardActor:
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return the memory that a worker of a node may map."""
-        return self._shard.shared_cells(worker_id) if node == node_here() else {}
+        return self._shard.shared_cells(worker_id, node)
 
     def exchange(self, request: Request) -> Response:
         """Take a message."""
@@ -363,7 +319,7 @@ class WorkerActor:
         worker_id: str,
         train: Samples,
         prepare: Prepare,
-        untrained: dict[str, np.ndarray],
+        non_trainable: dict[str, np.ndarray],
         saved: SavedPlace | None = None,
     ) -> tuple[Place, bool]:
         """Build the worker; return its node and process id, and whether it has read ``saved``.
@@ -375,12 +331,12 @@ class WorkerActor:
             worker_id: its id.
             train: the training set.
             prepare: makes its samples ready for the model.
-            untrained: the untrained state of the run's first model.
+            non_trainable: the non-trainable state of the run's first model.
             saved: where its own state in a checkpoint may be read; None: there is none, or the
                 driver sends it.
         """
         try:
-            return self._set_up(job, worker_id, Batches(train, prepare), untrained, saved)
+            return self._set_up(job, worker_id, Batches(train, prepare), non_trainable, saved)
         except Exception as error:
             raise_if_of_machine(worker_id, error)
             raise
@@ -390,7 +346,7 @@ class WorkerActor:
         job: Job,
         worker_id: str,
         batches: Batches,
-        untrained: dict[str, np.ndarray],
+        non_trainable: dict[str, np.ndarray],
         saved: SavedPlace | None,
     ) -> tuple[Place, bool]:
         keep_freed_memory()
@@ -408,7 +364,7 @@ class WorkerActor:
             batches=batches,
             publish=self._publish,
             before_step=self._injector.before_step if job.faults.faults else None,
-            untrained=untrained,
+            non_trainable=non_trainable,
         )
         self._num_threads = job.config.scaling.num_threads
         self._job = job
@@ -721,11 +677,11 @@ class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 
     def __init__(
-        self, job: Job, test: Samples, prepare: Prepare, untrained: dict[str, np.ndarray]
+        self, job: Job, test: Samples, prepare: Prepare, non_trainable: dict[str, np.ndarray]
     ) -> None:
         keep_freed_memory()
         torch.set_num_threads(1)
-        self._evaluator = Evaluator(job, Batches(test, prepare), untrained)
+        self._evaluator = Evaluator(job, Batches(test, prepare), non_trainable)
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""

@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import ray
 import torch
@@ -23,26 +23,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
-from raydl.collective.store import StoreServer
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device
-from raydl.core.center import Snapshot
+from raydl.core.custom_rule import as_method
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.own_rule import as_method
 from raydl.core.rules import Rule
-from raydl.core.untrained import Untrained
-from raydl.data.ledger import Span
-from raydl.elastic.rendezvous import Age, Invitation, RendezvousServer, Signal
+from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, RaydlError
-from raydl.parameter_server.protocol import Assignment, CellAddress, MessageId, Request, Response
 from raydl.parameter_server.ray_transport import RayCenterClient
-from raydl.ray_backend.cluster import START_S, node_here, send_by_value
-from raydl.worker.attach import Attached, endless_training, job_of, terms_of
+from raydl.ray_backend.cluster import START_S, end_when_quiet, node_here, send_by_value
+from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
-_LINGER_S = 60.0
-"""How long the meeting point stays when nobody is there, in seconds."""
 _ANSWER_S = 60.0
 """The longest wait for an answer of the meeting point, in seconds."""
 _AGAIN_S = 0.2
@@ -166,14 +159,14 @@ class Transports:
         self._actor: ActorHandle = None
         self._run_id = ""
 
-    def find(self) -> RayRendezvousBackend:
-        """Return the meeting point; make it, if this worker is the first.
+    def find(self) -> RendezvousServer:
+        """Return the rendezvous server in its actor; start that, if this worker is the first.
 
         Raises:
             AttachError: it did not start.
         """
         most = self._job.config.scaling.max_workers
-        self._actor = RendezvousActor.options(
+        self._actor = RendezvousActor.options(  # type: ignore[attr-defined]
             name=f"raydl.attach {ray.get_runtime_context().get_job_id()} {self._name}",
             namespace="raydl",
             get_if_exists=True,
@@ -182,9 +175,9 @@ class Transports:
             max_concurrency=3 * most + 8,
             resources={"node:__internal_head__": 0.001},
         ).remote(self._name, self._job, self.terms)
-        point = RayRendezvousBackend(self._name, self._actor)
-        self._run_id = point.call("run_id", timeout_s=START_S)
-        return point
+        proxy = RendezvousProxy(self._name, self._actor)
+        self._run_id = proxy.call("run_id", timeout_s=START_S)
+        return cast(RendezvousServer, proxy)  # it has the methods of its actor, which is one
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:
         """Connect a worker with a membership, until the event is set.
@@ -209,10 +202,10 @@ class Transports:
         )
 
 
-class RayRendezvousBackend:
-    """The rendezvous as calls of its actor.
+class RendezvousProxy:
+    """A run's ``RendezvousServer`` in its actor: each method is a call of the actor's.
 
-    See ``raydl.elastic.rendezvous_client.RendezvousBackend``.
+    It takes positional arguments alone.
 
     Args:
         name: of the run.
@@ -222,6 +215,9 @@ class RayRendezvousBackend:
     def __init__(self, name: str, actor: ActorHandle) -> None:
         self._name = name
         self._actor = actor
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return functools.partial(self.call, method)
 
     def call(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Return the result of one of the actor's methods, once it can be reached.
@@ -251,133 +247,17 @@ class RayRendezvousBackend:
             except RayActorError as error:
                 raise AttachError(self._name, _LOST.format("its process ended")) from error
 
-    def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
-        """Return the id of a worker that comes for the first time."""
-        worker_id: str = self.call("register", wish, terms)
-        return worker_id
-
-    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
-        """Return the generation that a worker waiting to join is called into; None: ask again."""
-        call: Invitation | None = self.call("poll_invitation", worker_id, generation, age)
-        return call
-
-    def hear(self, worker_id: str, generation: int) -> Signal:
-        """Note that a worker is there; return what it should do."""
-        signal: Signal = self.call("hear", worker_id, generation)
-        return signal
-
-    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Let a worker go; return whether its copy of the center should stay."""
-        return bool(self.call("leave_rendezvous", worker_id, generation))
-
-    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
-        """Take in the center that a generation starts from, or ends with."""
-        self.call("put", generation, snapshot, untrained)
-
-    def first_untrained(self) -> Untrained:
-        """Return the untrained state that all workers begin with; after the center has come."""
-        untrained: Untrained = self.call("first_untrained")
-        return untrained
-
-    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return the center that an invited worker starts from; None: it is not here yet."""
-        snapshot: Snapshot | None = self.call("fetch", worker_id, call)
-        return snapshot
-
-    def center(self) -> Snapshot | None:
-        """Return the center as it is now; None: the workers have it."""
-        snapshot: Snapshot | None = self.call("center")
-        return snapshot
-
 
 @ray.remote(num_cpus=0)
-class RendezvousActor:
-    """Meeting point of one run's workers: their rendezvous, and the keys of their groups.
-
-    For methods that exchange by messages it is the center, too.
-    """
+class RendezvousActor(RendezvousServer):
+    """The rendezvous of one run; it ends once nobody has been there for a minute."""
 
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
-        self._server = RendezvousServer(name, job, terms, has_neighbours=True)
-        self._store = StoreServer()
+        super().__init__(name, job, terms, node=node_here())
         self._run_id = uuid.uuid4().hex[:8]
-        end = functools.partial(ray.kill, ray.get_runtime_context().current_actor)
-        threading.Thread(target=self._end_when_quiet, args=(end,), daemon=True).start()
-
-    def _end_when_quiet(self, end: Any) -> None:
-        while (quiet_s := self._server.quiet_s()) < _LINGER_S:
-            time.sleep(min(1.0, _LINGER_S - quiet_s))
-        end()
+        end_when_quiet(self.quiet_s)
 
     def run_id(self) -> str:
         """Return the prefix of this run's keys."""
         return self._run_id
-
-    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
-        """Write a key of a generation."""
-        self._store.set(run_id, generation, key, value)
-
-    def wait_for_keys(
-        self, run_id: str, generation: int, keys: list[str], timeout_s: float
-    ) -> dict[str, bytes] | None:
-        """Return the keys of a generation, once it has some of them or the time is up."""
-        return self._store.wait(run_id, generation, keys, timeout_s)
-
-    def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
-        """Name a worker."""
-        return self._server.register(wish, terms)
-
-    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
-        """Call a worker that waits to join."""
-        return self._server.poll_invitation(worker_id, generation, age)
-
-    def hear(self, worker_id: str, generation: int) -> Signal:
-        """Note that a worker is there."""
-        return self._server.hear(worker_id, generation)
-
-    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Let a worker go."""
-        return self._server.leave_rendezvous(worker_id, generation)
-
-    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
-        """Take in the center."""
-        self._server.put(generation, snapshot, untrained)
-
-    def first_untrained(self) -> Untrained:
-        """Return the untrained state that all workers begin with."""
-        return self._server.first_untrained()
-
-    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return the center."""
-        return self._server.fetch(worker_id, call)
-
-    def center(self) -> Snapshot | None:
-        """Return the center as it is now."""
-        return self._server.center()
-
-    # the home shard, for methods that exchange by messages
-
-    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return the memory of the center that a worker of a node may map."""
-        return self._server.service.shared_cells(worker_id) if node == node_here() else {}
-
-    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Return the first orders of a worker."""
-        return self._server.service.coordinator.enter(message_id, local_step)
-
-    def exchange(self, request: Request) -> Response:
-        """Take a message."""
-        return self._server.service.exchange(request)
-
-    def take_turn(self, message_id: MessageId) -> None:
-        """Wait for a worker's turn."""
-        self._server.service.coordinator.take_turn(message_id)
-
-    def end_turn(self, message_id: MessageId) -> None:
-        """End a worker's turn."""
-        self._server.service.coordinator.end_turn(message_id)
-
-    def leave_generation(self, message_id: MessageId) -> None:
-        """Let a worker's messages end."""
-        self._server.service.coordinator.leave_generation(message_id)

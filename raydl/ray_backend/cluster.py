@@ -6,8 +6,9 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,8 @@ from raydl.ray_backend.session import draining_nodes, nodes_to_add
 _LOOK_EVERY_S = 1.0
 _RAY_FAILS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
 _OPTIONS = {"CPU": "scaling.cpus_per_worker", "GPU": "scaling.gpus_per_worker"}
+_LINGER_S = 60.0
+"""How long an actor stays in which nobody meets, in seconds."""
 _known_to_add: list[tuple[str, dict[str, float], int]] = []
 
 START_S = 120.0
@@ -137,6 +140,30 @@ def place_held(worker: ActorHandle) -> Place | None:
         if told.get("Pid"):
             return told["Address"]["NodeID"], told["Pid"]
     return None
+
+
+def has_ended(actor_id: str, pid: int) -> bool:
+    """Return whether a process of an actor has ended, as far as Ray knows; it may have another."""
+    with suppress(*_RAY_FAILS):
+        told = state.actor_table(actor_id)
+        return told.get("State") in ("DEAD", "RESTARTING") or told.get("Pid", pid) != pid
+    return False
+
+
+def end_when_quiet(quiet_s: Callable[[], float]) -> None:
+    """Let this actor end by itself once it has been quiet for a minute.
+
+    Args:
+        quiet_s: returns for how many seconds nobody has been there.
+    """
+    actor = ray.get_runtime_context().current_actor
+
+    def watch() -> None:
+        while (seconds := quiet_s()) < _LINGER_S:
+            time.sleep(min(1.0, _LINGER_S - seconds))
+        ray.kill(actor)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _room_for(num_missing: int, need: Mapping[str, float]) -> str:

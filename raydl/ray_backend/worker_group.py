@@ -45,7 +45,6 @@ from raydl.elastic.heartbeat import Heartbeats
 from raydl.errors import InfrastructureError
 from raydl.faults import Fault
 from raydl.ray_backend.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
-from raydl.ray_backend.calls import Call, Calls, Handler, in_few_words, original
 from raydl.ray_backend.cluster import (
     Notices,
     Place,
@@ -59,8 +58,9 @@ from raydl.ray_backend.cluster import (
     worker_options,
 )
 from raydl.ray_backend.liveness import Liveness, Times, times_of
-from raydl.ray_backend.starts import Starts
-from raydl.ray_backend.states import Handovers, RayState, feed
+from raydl.ray_backend.pending_calls import Call, Handler, PendingCalls, in_few_words, original
+from raydl.ray_backend.start_timeouts import StartTimeouts
+from raydl.ray_backend.state_transfer import Handovers, RayState, feed
 from raydl.storage import Storage
 from raydl.worker.loop import LAST
 
@@ -115,8 +115,8 @@ class RayWorkerGroup:
         job: what the workers do.
         dataset: put into shared memory once; every node holds one copy for its workers.
         prepare: makes its samples ready for the model.
-        untrained: the untrained state of the run's first model, which all processes begin with;
-            put into shared memory once, too.
+        non_trainable: the non-trainable state of the run's first model, which all processes begin
+            with; put into shared memory once, too.
         storage: the run's folder, where those who leave put their replicas for those who come.
     """
 
@@ -125,7 +125,7 @@ class RayWorkerGroup:
         job: Job,
         dataset: Dataset,
         prepare: Prepare,
-        untrained: dict[str, np.ndarray],
+        non_trainable: dict[str, np.ndarray],
         storage: Storage,
     ) -> None:
         send_by_value(type(job.method.rule))
@@ -134,15 +134,15 @@ class RayWorkerGroup:
         self._home = node_here()
         self._train = ray.put(dataset.train)
         self._prepare = ray.put(prepare)
-        self._untrained = ray.put(untrained)
+        self._non_trainable = ray.put(non_trainable)
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._shards: list[ActorHandle] = []
         self._workers: dict[str, ActorHandle] = {}
         self._places: dict[str, Place] = {}
-        self._calls = Calls()
+        self._calls = PendingCalls()
         self._heartbeats = Heartbeats(job.config.elastic.lease_s)
-        self._starts = Starts(job.config.elastic.max_busy_s)
+        self._starts = StartTimeouts(job.config.elastic.max_busy_s)
         self._notices = Notices()
         self._avoided: set[str] = set()
         self._liveness = Liveness()
@@ -184,7 +184,7 @@ class RayWorkerGroup:
         is_safe = ref is not None and self._places["center"][0] == self._home
         self._known = ref if is_safe else ray.put(snapshot)
         optimizer = ray.put(snapshot.optimizer) if self._backup.is_needed else None
-        self._known_optimizer = optimizer, snapshot.round
+        self._known_optimizer = optimizer, snapshot.progress.round
 
     def _start_center(self, snapshot: Any, optimizer: Any = None) -> None:
         """Start all shards of the center.
@@ -194,17 +194,17 @@ class RayWorkerGroup:
             optimizer: what their optimizer remembers, if the snapshot does not have it.
         """
         threads = self._threads
-        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()
+        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()  # type: ignore[attr-defined]
         others = [
-            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(
+            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(  # type: ignore[attr-defined]
                 self._job, snapshot, index, optimizer
             )
             for index in range(1, self._job.config.exchange.center_shards)
         ]
         self._shards = [center, *others]
+        self._is_open = False
         for index in range(1, len(self._shards)):
             self._starts.begin(f"shard {index}")
-        self._is_open = False
         opened = center.start_center.remote(self._job, snapshot, others, optimizer)
         self._calls.expect(opened, "center", self._on_opened)
 
@@ -241,7 +241,7 @@ class RayWorkerGroup:
         options = worker_options(
             self._job.config.scaling, not_on=self._notices.nodes | self._avoided
         )
-        worker = WorkerActor.options(**options).remote()
+        worker = WorkerActor.options(**options).remote()  # type: ignore[attr-defined]
         self._workers[worker_id] = worker
         self._starts.begin(worker_id)
         self._calls.expect(worker.ping.remote(), worker_id, self._on_alive(worker_id))
@@ -250,7 +250,7 @@ class RayWorkerGroup:
             worker_id,
             self._train,
             self._prepare,
-            self._untrained,
+            self._non_trainable,
             own_state and own_state.place,
         )
         self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
@@ -384,12 +384,11 @@ class RayWorkerGroup:
         return self._lose(who, f"it did not answer for {silent_s:.0f} s ({setting}){why}")
 
     def _starting(self, who: str) -> ActorHandle:
-        """Return a worker, or a shard, that has not answered yet."""
-        worker = self._workers.get(who)
-        return self._shards[int(who.removeprefix("shard "))] if worker is None else worker
+        """Return the actor of a worker or a shard that has not answered yet."""
+        return self._workers[who] if who in self._workers else self._shards[_index_of(who)]
 
     def _is_there(self, who: str) -> bool:
-        """Whether a node holds the process of a worker or of a shard."""
+        """Whether a node holds a process that has not answered yet."""
         return place_held(self._starting(who)) is not None
 
     def _give_up_start(self, who: str, waited_s: float) -> list[Event]:
@@ -421,7 +420,7 @@ class RayWorkerGroup:
             if who not in asked:
                 ref = self._shards[index].ping.remote()
                 self._calls.expect(ref, who, self._on_ping, can_wait=True)
-                if who in self._places:  # before its first answer it may import for long
+                if who in self._places:  # else it starts, and has no lease yet
                     self._heartbeats.expect_answer(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
@@ -629,9 +628,8 @@ class RayWorkerGroup:
 
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on the center, or on a shard of it."""
-        index = int(fault.target.split()[1]) if " " in fault.target else 0
         self._fired.add(fault.number)
-        self._shards[index].inflict.remote(fault)
+        self._shards[_index_of(fault.target)].inflict.remote(fault)
 
     def evaluate(self, round: int) -> None:
         """Let the evaluator score the center of a round."""
@@ -642,8 +640,8 @@ class RayWorkerGroup:
     def _wake_evaluator(self) -> ActorHandle:
         """Return the evaluator; it starts if it does not run."""
         if self._evaluator is None:
-            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
-                self._job, self._test, self._prepare, self._untrained
+            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(  # type: ignore[attr-defined]
+                self._job, self._test, self._prepare, self._non_trainable
             )
         return self._evaluator
 
@@ -709,6 +707,11 @@ class RayWorkerGroup:
         """Return the workers that start, the needs of the others, and the cluster's resources."""
         coming = [self._workers[w] for w in self._workers.keys() - self._places.keys()]
         return awaited(coming, self._job.config.scaling)
+
+
+def _index_of(shard: str) -> int:
+    """Return 2 for ``shard 2``; ``center``, the home shard, is 0."""
+    return int(shard.removeprefix("shard ")) if shard.startswith("shard ") else 0
 
 
 def _on_change(_: int) -> list[Event]:

@@ -115,7 +115,7 @@ class ControlChannel:
         self._is_awake = True
         self._changed.notify()
 
-    def take_requests(self) -> list[Request]:
+    def pop_requests(self) -> list[Request]:
         """Return the requests since the last call; looks again once a second."""
         now = self._clock()
         with self._changed:

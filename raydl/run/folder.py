@@ -122,7 +122,7 @@ class RunFolder:
                 "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
             )
 
-    def open_again(self, config: TrainConfig) -> None:
+    def load_earlier(self, config: TrainConfig) -> None:
         """Go on with the run in the folder, which is held.
 
         Raises:

@@ -43,11 +43,11 @@ class LocalWorkerGroup:
         job: what the worker does.
         dataset: training and test set.
         prepare: makes its samples ready for the model.
-        untrained: the untrained state of the run's first model.
+        non_trainable: the non-trainable state of the run's first model.
     """
 
     def __init__(
-        self, job: Job, dataset: Dataset, prepare: Prepare, untrained: dict[str, np.ndarray]
+        self, job: Job, dataset: Dataset, prepare: Prepare, non_trainable: dict[str, np.ndarray]
     ) -> None:
         self._job = job
         self._train = Batches(dataset.train, prepare)
@@ -55,22 +55,22 @@ class LocalWorkerGroup:
         self._shelf = SnapshotShelf()
         self._events: list[Event] = []
         self._running = False
-        self._untrained = untrained
+        self._non_trainable = non_trainable
 
     def start_center(self, snapshot: Snapshot) -> None:
         """Build the worker."""
         torch.set_num_threads(self._job.config.scaling.num_threads)
         self._shelf.put(snapshot)
         # The evaluation model first: building it draws from the same generator.
-        self._evaluator = Evaluator(self._job, self._test, self._untrained)
+        self._evaluator = Evaluator(self._job, self._test, self._non_trainable)
         self._worker = Worker(
             self._job,
             "w0",
             batches=self._train,
             publish=self._shelf.put,
-            untrained=self._untrained,
+            non_trainable=self._non_trainable,
         )
-        self._service = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
+        self._center = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
         self._others = [
             make_shard(self._job, snapshot, index, None)
             for index in range(1, self._job.config.exchange.center_shards)
@@ -98,10 +98,10 @@ class LocalWorkerGroup:
         elif not self._events:
             time.sleep(min(timeout_s, _IDLE_S))  # the thread that writes checkpoints needs the core
         records: tuple[Record, ...] = ()
-        if self._service:
-            for due in self._service.coordinator.take_due():
-                self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
-            records = self._service.coordinator.take_records()
+        if self._center:
+            for due in self._center.coordinator.pop_due():
+                self._shelf.adopt(self._center.snapshot(self._states_of_others, due))
+            records = self._center.coordinator.pop_records()
         self._events.append(
             Published(
                 self._shelf.rounds(),
@@ -131,8 +131,8 @@ class LocalWorkerGroup:
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Start to train."""
-        if self._service:
-            self._service.begin_generation(membership)
+        if self._center:
+            self._center.begin_generation(membership)
             for shard in self._others:
                 shard.begin_generation(membership)
             self._events.append(Changed())
@@ -143,8 +143,8 @@ class LocalWorkerGroup:
     ) -> None:
         """Let the worker join a generation."""
         transport: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
-        if self._service:
-            transport = LocalCenterClient([self._service, *self._others], self._service.coordinator)
+        if self._center:
+            transport = LocalCenterClient(self._center, self._others)
         state = own_states.get("w0")
         own_state = state.load() if isinstance(state, SavedState) else state
         self._worker.join(membership, transport, snapshot, own_state)
@@ -153,9 +153,9 @@ class LocalWorkerGroup:
 
     def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
         """Let the one worker leave after an error, and come back."""
-        assert self._service
+        assert self._center
         states = [shard.change(membership) for shard in self._others]
-        snapshot = self._service.change(membership, states)
+        snapshot = self._center.change(membership, states)
         self._events.append(Changed())
         if membership.worker_ids:
             self._enter(membership, snapshot, own_states)
@@ -188,7 +188,7 @@ class LocalWorkerGroup:
 
     def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to the coordinator, or to all workers."""
-        decider = self._service.coordinator if self._service else self._worker
+        decider = self._center.coordinator if self._center else self._worker
         decider.vote(generation, **votes)
 
     def evaluate(self, round: int) -> None:
@@ -198,7 +198,7 @@ class LocalWorkerGroup:
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Take the worker's kept state."""
-        kept = self._worker.take_kept(round)
+        kept = self._worker.pop_kept(round)
         self._events.append(Collected(self._snapshot(round), {"w0": kept}))
 
     def _snapshot(self, round: int) -> Snapshot:

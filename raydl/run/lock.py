@@ -79,7 +79,7 @@ def held(
     claim = _Claim(storage)
     try:
         try:
-            claim.stake(setting)
+            claim.claim_folder(setting)
         except OSError as error:
             problem = f"{storage.root} can not be claimed: {in_words(error)}"
             raise ConfigError(setting, problem) from error
@@ -244,13 +244,13 @@ class _Claim:
         # A daemon: a store that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._keep, name="run-claim", daemon=True)
 
-    def stake(self, setting: str) -> None:
+    def claim_folder(self, setting: str) -> None:
         """Claim the folder, if no living driver does.
 
         Raises:
             ConfigError: one does.
         """
-        for name in self._training_state_still(setting):
+        for name in self._unchanged_claims(setting):
             self._storage.delete_dir(f"{_CLAIMS}/{name}")
         self._write()
         self._thread.start()
@@ -285,7 +285,7 @@ class _Claim:
         data = json.dumps({**self._me, **number, "beat": self._beat}).encode()
         self._storage.write_bytes(f"{_CLAIMS}/{self._name}/driver.json", data)
 
-    def _training_state_still(self, setting: str) -> list[str]:
+    def _unchanged_claims(self, setting: str) -> list[str]:
         """Return the claims there are, once they have been seen to stand still."""
         first = {name: self._read(name) for name in self._others()}
         # Counted, not timed: who was halted meanwhile has seen nothing.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from raydl.config import TrainConfig
+from raydl.core.custom_rule import try_rule
 from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
 from raydl.core.methods import Method, check_weights
 from raydl.core.optimizers import check_for_model, no_gradient_text
-from raydl.core.own_rule import try_rule
 from raydl.core.saved_state import check_state
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
@@ -61,15 +61,15 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
     check_weights(task.name, flat.parameters, config, method)
-    if method.has_own_rule:
+    if method.has_custom_rule:
         shards, fragments = config.exchange.center_shards, config.exchange.fragments
         size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=fragments)
         try_rule(method.rule, size)
     optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()
-    untrained = flat.untrained.arrays()
-    flat.untrained.mark()
+    non_trainable = flat.non_trainable.arrays()
+    flat.non_trainable.mark()
     names = model.state_dict().keys()
     batch = first_samples(batches, 2)
     try:
@@ -85,11 +85,11 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
         raise ShapeError(task.name, f"does not take {shape}: {error}") from error
     _check_names(task.name, names, model)
     _check_scores(config, scores)
-    moved = flat.untrained.moved_parameters()
+    moved = flat.non_trainable.moved_parameters()
     flat.rebind()
     flat.weights.copy_(weights)
     flat.buffers.copy_(buffers)
-    flat.untrained.load(untrained)
+    flat.non_trainable.load(non_trainable)
     return Trial(flat, moved)
 
 

@@ -29,14 +29,15 @@ from raydl.metrics import (
     MembershipTable,
     MetricsWriter,
     RecentSpeed,
+    StackHistory,
     WorkerCurves,
+    charts,
     communication_share,
     mean_parts,
     spread_of,
     time_values,
 )
-from raydl.metrics.stack_picture import StackHistory, draw_stack
-from raydl.run.progress import Progress, ProgressView
+from raydl.run.progress_reporter import ProgressReporter, ProgressView
 from raydl.storage import Storage, within
 from raydl.worker.examples import Examples
 
@@ -73,8 +74,10 @@ class BadSamples:
         return f"left out {count} that can not be read; the last: {last}"
 
 
-_DRAW_EVERY_S = 20.0
-"""Pictures are drawn no more often, and once more at the end."""
+_EXAMPLES_EVERY_S = 20.0
+"""Test pictures are drawn no more often, and once more at the end."""
+_CHART_EVERY_S = 60.0
+"""So are the time parts, which take more of the driver: the first time, matplotlib's import."""
 _NOTHING = Totals()
 
 
@@ -109,7 +112,7 @@ class RunRecorder:
         seconds_before: float,
         before: Totals = _NOTHING,
         writer: MetricsWriter,
-        progress: Progress,
+        progress: ProgressReporter,
         store: CheckpointStore,
         best: BestCenter,
         flat: FlatModel,
@@ -136,23 +139,23 @@ class RunRecorder:
         self._progress = progress
         self._examples = examples
         self._memberships = MembershipTable()
-        self._told_at = start.num_samples or -1
+        self._told_at = start.progress.num_samples or -1
         self._stack = StackHistory()
         self._to_draw: Evaluated | None = None
-        self._drawn_at = -math.inf
+        self._examples_drawn_at = -math.inf
         self._after_checkpoint = after_checkpoint
-        self._opened_at = time.monotonic()
+        self._opened_at = self._chart_drawn_at = time.monotonic()
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
         self._sums = Sums(
             Sum(
-                round=start.round,
+                round=start.progress.round,
                 seconds=seconds_before,
                 time_parts=self._parts,
                 at_s=self._opened_at,
-                trained_s=start.seconds,
+                trained_s=start.progress.seconds,
             )
         )
         self._speed = RecentSpeed()
@@ -182,7 +185,7 @@ class RunRecorder:
         """Print the sentence and keep it beside the curves."""
         if self._began_at is None and sentence.startswith("generation"):
             self._began_at = time.monotonic()
-            self._speed.note(self._began_at, self._start.num_samples)
+            self._speed.note(self._began_at, self._start.progress.num_samples)
         self._tell(sentence, num_samples=self._num_samples)
 
     def _tell(self, sentence: str, *, num_samples: int) -> None:
@@ -207,7 +210,7 @@ class RunRecorder:
 
     @property
     def _num_samples(self) -> int:
-        return self.last.num_samples if self.last else self._start.num_samples
+        return self.last.progress.num_samples if self.last else self._start.progress.num_samples
 
     @property
     def seconds(self) -> float:
@@ -223,19 +226,19 @@ class RunRecorder:
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Write a point of every curve."""
         now = record.at_s
-        if self.last is not None and record.num_samples < self.last.num_samples:
-            self._go_back(record.num_samples, self.last.num_samples)
+        if self.last is not None and record.progress.num_samples < self.last.progress.num_samples:
+            self._go_back(record.progress.num_samples, self.last.progress.num_samples)
         self.last, self._ended_at = record, now
         self._parts = mean_parts([r.time_parts for r in reports.values()])
         self._add_up(record)
-        self._speed.note(now, record.num_samples)
+        self._speed.note(now, record.progress.num_samples)
         values = {
             "train/lr": record.lr,
-            "train/epoch": record.epoch,
+            "train/epoch": record.progress.epoch,
             "center/distance": record.distance,
             "workers/count": record.num_workers,
-            "workers/generation": record.generation,
-            "exchange/count": record.round,
+            "workers/generation": record.progress.generation,
+            "exchange/count": record.progress.round,
             "exchange/seconds": record.exchange_s,
             "exchange/bytes": record.exchange_bytes,
             "exchange/staleness": record.staleness,
@@ -253,21 +256,21 @@ class RunRecorder:
         values |= self._left_out_values(reports)
         values |= self._refused_values()
         values |= time_values(self._parts)
-        self._stack.add(record.num_samples, self._parts)
-        self._writer.scalars(values, num_samples=record.num_samples, unix_s=_unix_s(now))
+        self._stack.add(record.progress.num_samples, self._parts)
+        self._writer.scalars(values, num_samples=record.progress.num_samples, unix_s=_unix_s(now))
 
     def _add_up(self, record: Record) -> None:
-        before = self._sums.before(record.round)
-        num_rounds = max(0, record.round - before.round)
+        before = self._sums.before(record.progress.round)
+        num_rounds = max(0, record.progress.round - before.round)
         self._sums.add(
             Sum(
-                round=record.round,
+                round=record.progress.round,
                 seconds=self.seconds,
                 staleness_sum=before.staleness_sum + record.staleness * num_rounds,
                 period_sum=before.period_sum + record.period * num_rounds,
                 time_parts=self._parts,
                 at_s=record.at_s,
-                trained_s=record.trained_s,
+                trained_s=record.progress.seconds,
             )
         )
 
@@ -351,36 +354,47 @@ class RunRecorder:
         """Write the scores of the center, and now and then pictures."""
         self.checkpoints.score(evaluated)
         evaluated = evaluated.without_center()
-        at = {"round": evaluated.round, "samples": evaluated.num_samples}
-        self._evaluations.append({**at, "seconds": evaluated.seconds, **evaluated.metrics})
+        at = {"round": evaluated.progress.round, "samples": evaluated.progress.num_samples}
+        self._evaluations.append({**at, "seconds": evaluated.progress.seconds, **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
         self._writer.scalars(
-            values, num_samples=evaluated.num_samples, unix_s=_unix_s(self._moment_of(evaluated))
+            values,
+            num_samples=evaluated.progress.num_samples,
+            unix_s=_unix_s(self._moment_of(evaluated)),
         )
         self._to_draw = evaluated if evaluated.predicted else None
-        if time.monotonic() - self._drawn_at >= _DRAW_EVERY_S:
-            self._draw()
+        if time.monotonic() - self._examples_drawn_at >= _EXAMPLES_EVERY_S:
+            self._draw_examples()
+        if time.monotonic() - self._chart_drawn_at >= _CHART_EVERY_S:
+            self._draw_time_parts()
 
     def _moment_of(self, evaluated: Evaluated) -> float:
         """Return when the center was what was scored, by this process's monotonic clock."""
-        known = self._sums.up_to(evaluated.round)
+        known = self._sums.up_to(evaluated.progress.round)
         at_s = max(known.at_s, self._began_at or known.at_s)
-        return min(time.monotonic(), at_s + max(0.0, evaluated.seconds - known.trained_s))
+        return min(time.monotonic(), at_s + max(0.0, evaluated.progress.seconds - known.trained_s))
 
-    def _draw(self) -> None:
-        """Draw the examples if they are news, and the time parts so far."""
-        self._drawn_at = time.monotonic()
+    def _draw_examples(self) -> None:
+        """Draw the test pictures with what the center says of them, if that is news."""
+        self._examples_drawn_at = time.monotonic()
         scored, self._to_draw = self._to_draw, None
         if scored is not None:
             pixels = self._examples.draw(scored.predicted)
-            self._writer.image("center/predictions", pixels, num_samples=scored.num_samples)
+            self._writer.image(
+                "center/predictions", pixels, num_samples=scored.progress.num_samples
+            )
+
+    def _draw_time_parts(self) -> None:
+        """Draw the time parts so far."""
+        self._chart_drawn_at = time.monotonic()
         points = self._stack.points
         if len(points) > 1:
-            self._writer.image("time/stacked", draw_stack(points), num_samples=self._num_samples)
+            pixels = charts.areas(points).pixels()
+            self._writer.image("time/stacked", pixels, num_samples=self._num_samples)
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        reached = self._sums.pop_sum(collected.snapshot.round)
+        reached = self._sums.pop_sum(collected.snapshot.progress.round)
         totals = self._totals(reached)
         run = self._controller
         ended = (run.ended_by, run.ended_because) if run and collected.is_last else ("", "")
@@ -402,7 +416,7 @@ class RunRecorder:
 
     def show(self, state: State, workers: Mapping[str, int]) -> None:
         """Refresh the terminal."""
-        for sentence in self.checkpoints.take_failures():
+        for sentence in self.checkpoints.pop_failures():
             self.event(sentence)
         self._tell_of_old_checkpoint(state)
         self._progress.update(self._view(state, workers))
@@ -437,18 +451,16 @@ class RunRecorder:
 
     def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
         training, scaling, last = self._config.training, self._config.scaling, self.last
-        num_samples, local_step = self._num_samples, last.local_step if last else 0
+        progress = last.progress if last else self._start.progress
         share_done = StopCondition.of(training, epoch_samples=self._num_train).share_done(
-            num_samples=num_samples, num_steps=local_step, seconds=self.seconds
+            num_samples=progress.num_samples, num_steps=progress.local_step, seconds=self.seconds
         )
         return ProgressView(
             state=state.value,
             elapsed_s=time.monotonic() - self._opened_at,
-            epoch=num_samples / self._num_train,
+            progress=progress,
             num_epochs=training.num_epochs,
             num_steps=training.steps,
-            local_step=local_step,
-            num_samples=num_samples,
             share_done=share_done,
             samples_per_s=self._speed.samples_per_s,
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
@@ -456,7 +468,6 @@ class RunRecorder:
             center_loss=self._evaluations[-1].get("loss") if self._evaluations else None,
             workers=workers,
             wanted_workers=scaling.wanted() if scaling.max_workers else "1",
-            generation=last.generation if last else 0,
             communication_share=communication_share(self._parts) if last else None,
         )
 
@@ -475,13 +486,16 @@ class RunRecorder:
     def figures(self) -> dict[str, Any]:
         """Return the parts of ``result.json`` on the whole run and on its last start."""
         last, start, run = self.last, self._start, self._controller
-        num_rounds, num_samples = last.round if last else start.round, self._num_samples
+        num_rounds, num_samples = (
+            last.progress.round if last else start.progress.round,
+            self._num_samples,
+        )
         this_s = self.seconds - self._seconds_before
         return {
             **self._totals(self._sums.newest).figures(num_rounds),
             **speed_figures(num_samples, self.seconds),
             "rounds": num_rounds,
-            "generations": run.generation if run else start.generation,
+            "generations": run.generation if run else start.progress.generation,
             "exchange_bytes": last.exchange_bytes if last else 0,
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
@@ -489,7 +503,7 @@ class RunRecorder:
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,
-            "last_start": speed_figures(num_samples - start.num_samples, this_s),
+            "last_start": speed_figures(num_samples - start.progress.num_samples, this_s),
         }
 
     def _copy_last(self) -> None:
@@ -523,7 +537,8 @@ class RunRecorder:
             stack.callback(self._progress.close)
             stack.callback(self._copy_last)
             stack.callback(self._writer.close)
-            stack.callback(self._draw)
+            stack.callback(self._draw_time_parts)
+            stack.callback(self._draw_examples)
             stack.callback(self._write_best)
             self.checkpoints.close()
 

@@ -50,7 +50,7 @@ class Start:
         Args:
             folder: of the run.
             config: its settings.
-            flat: the run's first model; it gets the untrained state of the checkpoint.
+            flat: the run's first model; it gets the non-trainable state of the checkpoint.
             order: of the training samples.
 
         Raises:
@@ -64,8 +64,8 @@ class Start:
         best = BestCenter(folder.storage, flat, driver_epoch=epoch)
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
-        folder.open_again(config)
-        known = best.open_again() if config.checkpoint.keep_best else []
+        folder.load_earlier(config)
+        known = best.load_earlier() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
             _refuse_without_manifest(folder, store)
             sentences = [*known, f"no checkpoint yet: the run begins anew in {folder.root}"]
@@ -73,19 +73,19 @@ class Start:
             return cls(folder, store, best, first, {}, 0.0, sentences)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
-        flat.load_untrained(checkpoint.center, checkpoint.state.get("untrained", {}))
+        flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
         result = _result_at(folder, snapshot)
         ended_by, why = result.get("ended_by"), result.get("ended_because")
         ended = (ended_by, why) if ended_by else tuple(checkpoint.state.get("ended", ("", "")))
         is_trained = _is_complete(config, snapshot, ended_by=ended[0])
-        if is_trained and result and store.has_trained(snapshot.round):
+        if is_trained and result and store.has_trained(snapshot.progress.round):
             _refuse_complete(snapshot, *ended)
         own_states = store.take_over(checkpoint)
         told = (
             f"the run in {folder.root} is trained to its end; its missing files are written"
             if is_trained
-            else f"resuming from round {snapshot.round} in {folder.root}"
+            else f"resuming from round {snapshot.progress.round} in {folder.root}"
         )
         return cls(
             folder,
@@ -137,17 +137,20 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> b
     """Whether by these settings there is nothing left to train."""
     stop_condition = StopCondition.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
     is_reached = stop_condition.is_reached(
-        num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
+        num_samples=snapshot.progress.num_samples,
+        num_steps=snapshot.progress.local_step,
+        seconds=snapshot.progress.seconds,
     )
     return is_reached or ended_by in [callback.name for callback in callbacks_of(config.training)]
 
 
 def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> NoReturn:
+    at = snapshot.progress
     raise ConfigError(
         "run.resume",
         f"the run is complete: {ended_because}; change {ended_by.partition(' ')[0]} to train on"
         if ended_by
-        else f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
+        else f"the run is complete at epoch {at.epoch:g}, step {at.local_step}; "
         f"raise training.epochs (or steps, samples, seconds) to train on",
     )
 
@@ -160,4 +163,4 @@ def _result_at(folder: RunFolder, snapshot: Snapshot) -> dict[str, Any]:
         return {}
     if not isinstance(result, dict) or result.get("stopped_by"):
         return {}
-    return result if result.get("samples") == snapshot.num_samples else {}
+    return result if result.get("samples") == snapshot.progress.num_samples else {}

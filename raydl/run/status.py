@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from raydl.core.progress import Progress
 from raydl.redaction import redact_values
 
 _FINAL = ("finished", "stopped", "failed")
@@ -37,14 +38,11 @@ class RunStatus:
 
     state: str
     """State of the run; of an ended run: finished, stopped, or failed: and why."""
-    generation: int
+    progress: Progress
+    """Of the newest record; its seconds are those of the run, with the waits for workers."""
     num_workers: int
     wanted: str
     """The workers asked for: N, or MIN:MAX."""
-    round: int
-    epoch: float
-    num_samples: int
-    seconds: float
     center_accuracy: float | None
     workers: tuple[WorkerStatus, ...]
     events: tuple[str, ...]
@@ -78,7 +76,13 @@ class RunStatus:
 
 def to_json(status: RunStatus) -> bytes:
     """Return the contents of ``status.json``."""
-    return json.dumps(redact_values(asdict(status)), indent=2, allow_nan=False).encode()
+    return json.dumps(redact_values(to_dict(status)), indent=2, allow_nan=False).encode()
+
+
+def to_dict(status: RunStatus) -> dict[str, Any]:
+    """Return a status as nested dicts, with its progress among the other fields."""
+    values = asdict(status)
+    return {**values.pop("progress"), **values}
 
 
 def from_json(data: bytes) -> RunStatus:
@@ -90,6 +94,7 @@ def from_json(data: bytes) -> RunStatus:
     values = json.loads(data)
     values["workers"] = tuple(_known(WorkerStatus, w) for w in values["workers"])
     values["events"] = tuple(values["events"])
+    values["progress"] = Progress.from_dict(values)
     return _known(RunStatus, values)
 
 

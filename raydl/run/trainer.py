@@ -31,11 +31,11 @@ from raydl.config import (
 )
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
+from raydl.core.custom_rule import as_method
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
 from raydl.core.methods import Method, filled_in, resolve
 from raydl.core.optimizers import OwnOptimizer, as_config
-from raydl.core.own_rule import as_method
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule
 from raydl.core.stop_condition import notes_on_period
@@ -46,7 +46,14 @@ from raydl.elastic.controller import Controller
 from raydl.elastic.state import State
 from raydl.errors import ConfigError, DataError
 from raydl.faults import FaultPlan
-from raydl.metrics import Forgiving, MetricsWriter, Queued, Tee, TensorBoardWriter, Thinned
+from raydl.metrics import (
+    BackgroundWriter,
+    Forgiving,
+    MetricsWriter,
+    Tee,
+    TensorBoardWriter,
+    Thinned,
+)
 from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact, redact_values
 from raydl.run.control_channel import ControlChannel
@@ -54,7 +61,7 @@ from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder
 from raydl.run.local_worker_group import LocalWorkerGroup
 from raydl.run.preflight import Trial, try_model
-from raydl.run.progress import make_progress
+from raydl.run.progress_reporter import make_reporter
 from raydl.run.recorder import RunRecorder
 from raydl.run.resume import Start
 from raydl.run.view import EventLog, RunView
@@ -99,7 +106,7 @@ def run_to_end(
             epoch.raise_if_over()
             controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
             control_channel.tell(view.status)
-            for request in control_channel.take_requests():
+            for request in control_channel.pop_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
                 control_channel.answer(request, sentence, ok=ok)
             trouble = control_channel.take_trouble()
@@ -161,7 +168,7 @@ def make_writer(
         return TensorBoardWriter(str(folder.path), purge_after=purge_after, goes_on=not is_first)
 
     name = f"the curves in {folder.path}"
-    events = Queued(lambda say: Forgiving(make_events, name, say), name, tell)
+    events = BackgroundWriter(lambda say: Forgiving(make_events, name, say), name, tell)
     tensorboard = Thinned(events, seconds_before=seconds_before)
     if config.scaling.max_workers == 0:
         return tensorboard
@@ -353,8 +360,8 @@ class Trainer:
                 config,
                 job.method,
                 recorder,
-                first_round=snapshot.round,
-                first_generation=snapshot.generation,
+                first_round=snapshot.progress.round,
+                first_generation=snapshot.progress.generation,
                 first_cuts=snapshot.num_cuts,
                 own_states=start.own_states,
                 faults=job.faults,
@@ -389,7 +396,7 @@ class Trainer:
         """Write the end of a run whose last checkpoint is there, and what comes after it not."""
         with self._recorded(job, flat, start, view, examples) as recorder:
             recorder.checkpoints.finish()
-            if not start.before.is_scored(start.snapshot.round):
+            if not start.before.is_scored(start.snapshot.progress.round):
                 evaluated = evaluator.evaluate(start.snapshot)
                 recorder.evaluated(evaluated)
                 for callback in self.callbacks:
@@ -405,8 +412,8 @@ class Trainer:
     ) -> Iterator[RunRecorder]:
         """Open the recorder, tell what is known at the start, and close it in the end."""
         config, folder, snapshot = self.config, start.folder, start.snapshot
-        purge_after = snapshot.num_samples if config.run.resume else None
-        log = EventLog(make_progress(config.run.progress))
+        purge_after = snapshot.progress.num_samples if config.run.resume else None
+        log = EventLog(make_reporter(config.run.progress))
         recorder = RunRecorder(
             config,
             num_train=snapshot.ledger["num_samples"],
@@ -495,9 +502,9 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
 def _make_worker_group(
     job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel, storage: Storage
 ) -> WorkerGroup:
-    scaling, untrained = job.config.scaling, first.untrained.arrays()
+    scaling, non_trainable = job.config.scaling, first.non_trainable.arrays()
     if scaling.max_workers == 0:
-        return LocalWorkerGroup(job, dataset, prepare, untrained)
+        return LocalWorkerGroup(job, dataset, prepare, non_trainable)
     if job.method.is_sync and scaling.max_workers > 1:
         check_device(job.config.exchange_device, os.environ)
     ray_session.prepare()
@@ -507,11 +514,11 @@ def _make_worker_group(
     is_ours = ray_session.connect()
     if is_ours:
         check_room(scaling)
-    return RayWorkerGroup(job, dataset, prepare, untrained, storage)
+    return RayWorkerGroup(job, dataset, prepare, non_trainable, storage)
 
 
 def _make_evaluator(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Evaluator:
-    return Evaluator(job, Batches(dataset.test, prepare), first.untrained.arrays())
+    return Evaluator(job, Batches(dataset.test, prepare), first.non_trainable.arrays())
 
 
 def _finish(

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
@@ -15,7 +16,7 @@ from raydl.elastic.state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import RaydlError
 from raydl.redaction import redact
-from raydl.run.progress import Progress, ProgressView, Silent
+from raydl.run.progress_reporter import ProgressReporter, ProgressView, Silent
 from raydl.run.recorder import RunRecorder
 from raydl.run.status import RunStatus, WorkerStatus
 from raydl.text import clock_text, escape_controls
@@ -37,8 +38,10 @@ class EventLog:
         clock: seconds, rising.
     """
 
-    def __init__(self, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._progress: Progress = progress
+    def __init__(
+        self, progress: ProgressReporter, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress: ProgressReporter = progress
         self._clock = clock
         self._began_at = clock()
         self._lines: deque[str] = deque(maxlen=_NUM_EVENTS)
@@ -62,7 +65,7 @@ class EventLog:
         """Leave the terminal as it should stay."""
         self._show(lambda progress: progress.close())
 
-    def _show(self, act: Callable[[Progress], None]) -> None:
+    def _show(self, act: Callable[[ProgressReporter], None]) -> None:
         """Show something; an output that fails, on a full disk say, ends no run."""
         try:
             act(self._progress)
@@ -135,18 +138,22 @@ class RunView:
         self, state: str, *, num_workers: int = 0, workers: tuple[WorkerStatus, ...] = ()
     ) -> RunStatus:
         recorder, controller, start = self._recorder, self._controller, self._start
-        at = (recorder and recorder.last) or start
+        newest = ((recorder and recorder.last) or start).progress
         accuracy = recorder.center_accuracy if recorder else self._accuracy_before
-        return RunStatus(
-            state=state,
-            generation=controller.generation if controller else start.generation,
-            num_workers=num_workers,
-            wanted=self._wanted,
-            round=int(at.round),
-            epoch=at.num_samples / start.ledger["num_samples"],
-            num_samples=int(at.num_samples),
+        progress = replace(
+            newest,
+            round=int(newest.round),  # counts may be NumPy's, which JSON can not hold
+            num_samples=int(newest.num_samples),
+            epoch=float(newest.epoch),
+            generation=controller.generation if controller else start.progress.generation,
             # Before the first record, the recorder's clock has begun but not ended.
             seconds=max(self._seconds_before, recorder.seconds if recorder else 0.0),
+        )
+        return RunStatus(
+            state=state,
+            progress=progress,
+            num_workers=num_workers,
+            wanted=self._wanted,
             center_accuracy=_finite(accuracy),
             workers=workers,
             events=self._log.lines if self._log else (),

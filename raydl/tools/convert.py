@@ -21,12 +21,12 @@ from PIL import Image
 
 from raydl.config.checks import require
 from raydl.data import files
+from raydl.data.atomic_folder import whole_folder, wording
 from raydl.data.binary import npz_parts
 from raydl.data.datasets import Layout, find_layout, load_pictures
 from raydl.data.files import Place
 from raydl.data.images import ImageSet, checked_pair, labelled_files
 from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
-from raydl.data.whole import whole_folder, wording
 from raydl.errors import DataError
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})

@@ -13,7 +13,7 @@ from raydl.config import TrainConfig
 from raydl.core.callbacks import score_of
 from raydl.core.center import Snapshot
 from raydl.core.job import Job, first_model
-from raydl.core.untrained import Untrained
+from raydl.core.non_trainable import NonTrainable
 from raydl.core.worker_group import Evaluated
 from raydl.data import Batch, Batches
 from raydl.tasks import Predicts, Task, evaluate, in_precision, predict
@@ -58,14 +58,15 @@ class Evaluator:
     Args:
         job: says the model, and the size of the batches.
         test: the test set.
-        untrained: the untrained state of the run's first model; None: it is as the model is built.
+        non_trainable: the non-trainable state of the run's first model; None: as the model is
+            built.
     """
 
-    def __init__(self, job: Job, test: Batches, untrained: Untrained | None = None) -> None:
+    def __init__(self, job: Job, test: Batches, non_trainable: NonTrainable | None = None) -> None:
         self._job = job
         self._test = test
-        self._flat = first_model(job, untrained)
-        self._first = self._flat.untrained.arrays() if untrained is None else untrained
+        self._flat = first_model(job, non_trainable)
+        self._first = self._flat.non_trainable.arrays() if non_trainable is None else non_trainable
         self._best = -math.inf
         self.num_scored = 0
         """Samples of the test set that are scored, of the center under way."""
@@ -82,15 +83,12 @@ class Evaluator:
             predicted = self._predicted()
         is_best = self._is_best(metrics)
         return Evaluated(
-            snapshot.round,
-            snapshot.epoch,
-            snapshot.num_samples,
-            snapshot.seconds,
+            snapshot.progress,
             metrics,
             predicted,
             snapshot.weights if is_best else None,
             snapshot.buffers if is_best else None,
-            snapshot.untrained if is_best else {},
+            snapshot.non_trainable if is_best else {},
         )
 
     def _put(self, snapshot: Snapshot) -> None:
@@ -98,7 +96,7 @@ class Evaluator:
         self._flat.rebind()
         self._flat.weights.copy_(torch.tensor(snapshot.weights))
         self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
-        self._flat.untrained.load({**self._first, **snapshot.untrained})
+        self._flat.non_trainable.load({**self._first, **snapshot.non_trainable})
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         """Whether the best center is kept and none that was scored here was better.

@@ -1,10 +1,9 @@
-"""Both roads within one process: for one worker without Ray, and for tests."""
+"""Both transports within one process: for one worker without Ray, and for tests."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +12,11 @@ from raydl.core.reports import AllreduceReport
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.parameter_server.protocol import Assignment, CellAddress, MessageId, Request, Response
+from raydl.parameter_server.server import CenterServer
+from raydl.parameter_server.shard import Shard
+
+HERE = "here"
+"""The node of a center and workers that share a process."""
 
 
 class LocalGroup:
@@ -133,49 +137,17 @@ class LocalWork:
             self._tensor.add_(other)
 
 
-class TakesMessages(Protocol):
-    """A shard of the center."""
-
-    def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
-        """Return the spans whose memory a member may map."""
-        ...
-
-    def exchange(self, request: Request) -> Response:
-        """Take a message, and answer with the center."""
-        ...
-
-
-class Coordinates(Protocol):
-    """Assigns samples; see ``raydl.parameter_server.coordinator.Coordinator``."""
-
-    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Return the first orders of a worker."""
-        ...
-
-    def take_turn(self, message_id: MessageId) -> None:
-        """Wait for a worker's turn."""
-        ...
-
-    def end_turn(self, message_id: MessageId) -> None:
-        """End a worker's turn."""
-        ...
-
-    def leave_generation(self, message_id: MessageId) -> None:
-        """Let a worker leave."""
-        ...
-
-
 class LocalCenterClient:
     """Messages to shards in this process: each is taken at once, in the sender's thread.
 
     Args:
-        shards: of the center, the home shard first.
-        coordinator: gives orders.
+        center: the home shard and its coordinator.
+        others: the other shards, in their order.
     """
 
-    def __init__(self, shards: Sequence[TakesMessages], coordinator: Coordinates) -> None:
-        self._shards = shards
-        self._coordinator = coordinator
+    def __init__(self, center: CenterServer, others: Sequence[Shard] = ()) -> None:
+        self._center = center
+        self._shards: list[CenterServer | Shard] = [center, *others]
 
     @property
     def num_shards(self) -> int:
@@ -190,24 +162,24 @@ class LocalCenterClient:
         """Return the memory that the shards let a worker map."""
         shared: dict[Span, CellAddress] = {}
         for shard in self._shards:
-            shared |= shard.shared_cells(message_id.worker_id)
+            shared |= shard.shared_cells(message_id.worker_id, HERE)
         return shared
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders."""
-        return self._coordinator.enter(message_id, local_step)
+        return self._center.enter(message_id, local_step)
 
     def take_turn(self, message_id: MessageId) -> None:
         """Wait until it is this worker's turn."""
-        self._coordinator.take_turn(message_id)
+        self._center.take_turn(message_id)
 
     def end_turn(self, message_id: MessageId) -> None:
         """Let the next in rank order begin."""
-        self._coordinator.end_turn(message_id)
+        self._center.end_turn(message_id)
 
     def leave_generation(self, message_id: MessageId) -> None:
         """Leave the generation."""
-        self._coordinator.leave_generation(message_id)
+        self._center.leave_generation(message_id)
 
 
 class LocalPendingResponse:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydl.collective.exchange import GradientGroup, Group
+from raydl.collective.sync_exchange import GradientGroup, Group
 from raydl.core.center import Snapshot
 from raydl.core.compression import ErrorFeedback, parse_codec
-from raydl.core.copies import Copies, sizes_of
+from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import StepPlan
 from raydl.core.job import BeforeStep, Job, first_model
 from raydl.core.membership import Membership
+from raydl.core.non_trainable import NonTrainable
 from raydl.core.optimizers import lr_at, make_optimizer
 from raydl.core.replica import Replica, Stepped
 from raydl.core.reports import Outcome, WorkerReport
@@ -29,7 +30,6 @@ from raydl.core.rules import Sends
 from raydl.core.saved_state import pack
 from raydl.core.strategy import Strategy, WorkerContext
 from raydl.core.tensor_files import TensorFile
-from raydl.core.untrained import Untrained
 from raydl.data import Batches
 from raydl.data.generators import generators_state, load_generators, seed_generators
 from raydl.data.loader import Feed
@@ -52,7 +52,8 @@ class Worker:
         publish: takes a committed snapshot of the center to where it is served.
         incarnation: which life of this worker.
         before_step: is called before each local step.
-        untrained: the untrained state of the run's first model; None: it is as the model is built.
+        non_trainable: the non-trainable state of the run's first model; None: as the model is
+            built.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Worker:
         publish: Callable[[Snapshot], object],
         incarnation: int = 0,
         before_step: BeforeStep | None = None,
-        untrained: Untrained | None = None,
+        non_trainable: NonTrainable | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._device = torch.device(job.config.scaling.device)
@@ -75,7 +76,7 @@ class Worker:
         self._method = job.method
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
-            flat = first_model(job, untrained, device=job.config.scaling.device)
+            flat = first_model(job, non_trainable, device=job.config.scaling.device)
             model = flat.model
             self.replica = Replica(
                 flat,
@@ -98,10 +99,12 @@ class Worker:
         self._lock = threading.Lock()
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
-        self._copies = Copies()
-        self._first_untrained = untrained or {}
-        self._untrained_then = self._first_untrained  # with the newest generation's snapshot
-        self._is_spoiled = False
+        self._copies = CopyBuffers()
+        self._first_non_trainable = non_trainable or {}
+        self._non_trainable_then = (
+            self._first_non_trainable
+        )  # with the newest generation's snapshot
+        self._has_diverged = False
 
     # joining and leaving a generation
 
@@ -126,13 +129,13 @@ class Worker:
         with self.parts.measure("initialization"):
             if self.runner.strategy is None:
                 self._start_from(snapshot, own_state)
-            elif self._is_spoiled:
+            elif self._has_diverged:
                 self._start_over(snapshot)
-                self._is_spoiled = self.runner.is_behind = False
+                self._has_diverged = self.runner.is_behind = False
             else:
                 self.runner.catch_up(snapshot)
             context = self.runner.enter(membership, transport, snapshot)
-            self._untrained_then = {**self._first_untrained, **snapshot.untrained}
+            self._non_trainable_then = {**self._first_non_trainable, **snapshot.non_trainable}
             self._join_partners(partners, context)
 
     def _join_partners(self, group: Group | None, context: WorkerContext) -> None:
@@ -155,15 +158,15 @@ class Worker:
         self.replica.partners = partners
 
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
-        self.runner.local_step = snapshot.local_step
+        self.runner.local_step = snapshot.progress.local_step
         self.runner.become(snapshot)
-        self.replica.flat.untrained.load(snapshot.untrained)
+        self.replica.flat.non_trainable.load(snapshot.non_trainable)
         if not own_state:  # or one that was spoiled, of which nothing is kept
             seed_generators(self._job.config.training.seed, self.worker_id)
         else:
             by = snapshot.tuning or self._job.config.exchange
             self._load_state(own_state, by.compression)
-            is_old = own_state.get("round", snapshot.round) != snapshot.round
+            is_old = own_state.get("round", snapshot.progress.round) != snapshot.progress.round
             has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
             if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
                 self.runner.become(snapshot)  # it follows the center, which has gone on
@@ -236,8 +239,8 @@ class Worker:
         with self.parts.measure("host_device_parameters"):
             snapshot = self.runner.center(is_kept=is_kept)
         if not snapshot.is_finite():
-            self._is_spoiled = True
-            raise NonFiniteCenterError(snapshot.round)
+            self._has_diverged = True
+            raise NonFiniteCenterError(snapshot.progress.round)
         self._publish(snapshot)
 
     def _roll_back(self) -> None:
@@ -248,14 +251,14 @@ class Worker:
         """
         center = self.runner.center()
         if not center.is_finite():
-            self._is_spoiled = True
-            raise NonFiniteCenterError(center.round)
+            self._has_diverged = True
+            raise NonFiniteCenterError(center.progress.round)
         self._start_over(center)
 
     def _start_over(self, center: Snapshot) -> None:
         """Let the replica begin again at a center; its samples become free again."""
         self.runner.start_over(center)
-        self.replica.flat.untrained.load(self._untrained_then)
+        self.replica.flat.non_trainable.load(self._non_trainable_then)
 
     def _entered(self) -> Strategy:
         assert self.runner.strategy is not None, "join comes first"
@@ -280,7 +283,7 @@ class Worker:
         if self.runner.strategy is None:
             return -1, 0
         if not self.center().is_finite():
-            self._is_spoiled = True
+            self._has_diverged = True
             return -1, 0
         return self.round, self.runner.num_changes
 
@@ -333,7 +336,7 @@ class Worker:
         """Return this worker's copy of the center, to go on from. Not while it trains."""
         return self.runner.center()
 
-    def take_kept(self, round: int) -> dict[str, Any]:
+    def pop_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at that round; older ones are dropped with it.
 
         A worker that has left its loop stays as it is, so without a kept state it hands over
@@ -342,7 +345,7 @@ class Worker:
         with self._lock:
             state = self._kept.pop(round, None)
             self._kept = {r: s for r, s in self._kept.items() if r > round}
-        if state is None and self._is_spoiled:
+        if state is None and self._has_diverged:
             return {}
         return self._state_dict() if state is None else state
 
@@ -351,17 +354,17 @@ class Worker:
 
         One that was spoiled has none: what is held is empty.
         """
-        held = pack({} if self._is_spoiled else self._state_dict(_as_it_is))
+        held = pack({} if self._has_diverged else self._state_dict(_as_it_is))
         with self._lock:
             self._held[LAST] = held
 
     def hold_kept(self, round: int) -> None:
-        """Hold the state kept at that round, as ``take_kept`` finds it, to be written.
+        """Hold the state kept at that round, as ``pop_kept`` finds it, to be written.
 
         It is held until ``release``, or until two newer ones are: that of the last round may be
         wanted while the one before it is being written.
         """
-        held = pack(self.take_kept(round))
+        held = pack(self.pop_kept(round))
         with self._lock:
             self._held.pop(round, None)
             self._held[round] = held

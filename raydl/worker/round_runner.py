@@ -2,7 +2,8 @@
 
 A round is opened, its local steps are taken one by one, and it is closed. Here are its context, its
 header, the timing of its waits, the count of its samples, and what a failed exchange leaves to
-undo. ``raydl.worker.loop`` takes the steps itself; ``raydl.worker.attach`` lets a user take them.
+undo. ``raydl.worker.loop`` takes the steps itself; in ``raydl.worker.user_loop`` the user's code
+does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raydl.collective.strategy import SyncStrategy, Trained
+from raydl.collective.sync_strategy import SyncStrategy, Trained
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
 from raydl.core.compression import ErrorFeedback
@@ -28,7 +29,7 @@ from raydl.core.strategy import Decision, Round, Strategy, WorkerContext, plan_r
 from raydl.data.ledger import Span
 from raydl.data.loader import Step
 from raydl.metrics import TimeParts
-from raydl.parameter_server.strategy import AsyncStrategy
+from raydl.parameter_server.async_strategy import AsyncStrategy
 
 Loss = TypeVar("Loss")
 
@@ -111,7 +112,7 @@ class RoundRunner:
             with self._lock:
                 self._records += self._sync.pop_records()
         sync, strategy = self._make_strategy(context, transport, snapshot)
-        self._seconds_at = (snapshot.seconds, time.monotonic())
+        self._seconds_at = (snapshot.progress.seconds, time.monotonic())
         with self._lock:
             self.generation, self.strategy, self._sync = membership.generation, strategy, sync
             early = self._early_votes.pop(membership.generation, {})

@@ -34,7 +34,8 @@ def test_the_best_center_is_kept_though_it_is_not_the_last(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     offer(BestCenter(storage, flat), flat, 0.3, 0.9, 0.5, 0.9)
     center, kept = read_best(storage)
-    assert (kept.round, kept.num_samples, kept.metrics) == (2, 20, {"accuracy": 0.9})
+    at = kept.progress
+    assert (at.round, at.num_samples, kept.metrics) == (2, 20, {"accuracy": 0.9})
     assert {key: tensor.shape for key, tensor in center.items()} == {
         key: tensor.shape for key, tensor in flat.model.state_dict().items()
     }
@@ -45,7 +46,7 @@ def test_a_new_start_knows_what_was_the_best_before(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     offer(BestCenter(storage, flat), flat, 0.8)
     again = BestCenter(storage, flat)
-    assert again.open_again() == []
+    assert again.load_earlier() == []
     offer(again, flat, 0.7, 0.1)
     assert read_best(storage)[1].metrics == {"accuracy": 0.8}
     offer(again, flat, 0.7, 0.85)
@@ -95,7 +96,7 @@ def test_a_damaged_best_center_is_told_and_the_next_one_takes_its_place(tmp_path
     storage, flat = Storage(str(tmp_path)), flat_model()
     storage.write_bytes(FILE, b"half of it")
     best = BestCenter(storage, flat)
-    (sentence,) = best.open_again()
+    (sentence,) = best.load_earlier()
     assert "best.safetensors: can not be read" in sentence
     offer(best, flat, 0.1)
     assert read_best(storage)[1].metrics == {"accuracy": 0.1}

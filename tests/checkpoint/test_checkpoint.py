@@ -94,7 +94,7 @@ def test_a_crash_at_any_point_of_a_write_leaves_the_old_checkpoint_whole(tmp_pat
     with pytest.raises(CheckpointError, match="could not be written: no space left"):
         CheckpointStore(Failing(root, after=after)).write(make(2))
     checkpoint, _ = CheckpointStore(Storage(root)).read()
-    assert checkpoint.round == 1
+    assert checkpoint.progress.round == 1
     CheckpointStore(Storage(root)).write(make(2))  # and the next one goes through
     assert CheckpointStore(Storage(root)).names() == ["round-00000001", "round-00000002"]
     assert not list((tmp_path / "checkpoints").glob(".partial*"))
@@ -107,7 +107,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_read(tmp_pat
     path = tmp_path / "checkpoints/round-00000002/worker-w1.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     checkpoint, damage = store.read()
-    assert checkpoint.round == 1
+    assert checkpoint.progress.round == 1
     assert "round-00000002: worker-w1.safetensors is damaged" in damage[0]
 
 
@@ -161,7 +161,7 @@ def test_checkpoints_work_on_any_arrow_file_system(tmp_path):
     filesystem = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     store = CheckpointStore(Storage("run", filesystem=filesystem))
     store.write(make(3))
-    assert store.read()[0].round == 3
+    assert store.read()[0].progress.round == 3
 
 
 def test_an_object_store_needs_no_renaming(tmp_path):
@@ -266,7 +266,7 @@ def test_a_process_killed_at_any_change_leaves_the_old_or_the_new_checkpoint(
         assert same(vars(checkpoint), vars(old)) or same(vars(checkpoint), vars(new))
         assert store.names()
         store.write(make(9))  # and the next write goes through and clears what was left
-        assert store.read()[0].round == 9
+        assert store.read()[0].progress.round == 9
         assert sorted(store.names()) == sorted(os.listdir(tmp_path / str(after) / "checkpoints"))
         assert len(store.names()) <= keep
     assert 5 <= after < 99
@@ -286,7 +286,7 @@ def test_rounds_and_their_versions_are_ordered_as_numbers(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)), keep=2)
     for round in (99_999_999, 100_000_000):
         store.write(make(round))
-    assert store.read()[0].round == 100_000_000
+    assert store.read()[0].progress.round == 100_000_000
     for value in range(12):  # names end in .2 and .10
         store.write(make(100_000_000, value=float(value)))
     assert store.read()[0].center["linear.weight"].eq(11).all()
@@ -305,15 +305,15 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path,
         CheckpointStore(storage, keep=3).write(make(old))
     cut(tmp_path, "round-00000020")
     store = CheckpointStore(storage, keep=keep)
-    assert store.read()[0].round == 10
+    assert store.read()[0].progress.round == 10
     store.write(make(round))
     assert len(store.names()) == keep
     again = CheckpointStore(storage)
     checkpoint, damage = again.read()
-    assert (checkpoint.round, damage) == (round, [])
+    assert (checkpoint.progress.round, damage) == (round, [])
     if keep == 2:
         cut(tmp_path, again.names()[-1])
-        assert again.read()[0].round == 10
+        assert again.read()[0].progress.round == 10
 
 
 def test_a_damaged_round_that_the_run_comes_to_again_counts_as_whole(tmp_path):
@@ -337,10 +337,10 @@ def test_the_checkpoint_gone_on_from_stays_until_a_newer_one_is_whole(tmp_path):
     cut(root, "round-00000002")
     for after in range(6):
         store = CheckpointStore(Failing(root, after=after), keep=1)
-        assert store.read()[0].round == 1
+        assert store.read()[0].progress.round == 1
         with pytest.raises(CheckpointError, match="could not be written"):
             store.write(make(2))
-        assert CheckpointStore(Storage(root)).read()[0].round == 1
+        assert CheckpointStore(Storage(root)).read()[0].progress.round == 1
 
 
 def test_the_center_is_not_read_from_a_checkpoint_found_damaged(tmp_path):
@@ -374,7 +374,7 @@ def test_old_checkpoints_that_can_not_be_deleted_are_told_and_the_write_stands(t
         assert store.write(make(2)) == "round-00000002"
     with pytest.warns(RuntimeWarning, match="permission denied; the next write tries again"):
         store.write(make(3))
-    assert store.read()[0].round == 3
+    assert store.read()[0].progress.round == 3
     assert store.names() == ["round-00000001", "round-00000003"]  # 2 went all the same
     storage.refused = "none"
     store.write(make(4))
@@ -390,7 +390,7 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
 
     with pytest.warns(RuntimeWarning, match="could not be listed: timed out"):
         CheckpointStore(Unlisted(str(tmp_path))).write(make(1))
-    assert CheckpointStore(Storage(str(tmp_path))).read()[0].round == 1
+    assert CheckpointStore(Storage(str(tmp_path))).read()[0].progress.round == 1
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_a_malformed_manifest_is_damage_to_fall_back_from(tmp_path, change, prob
     with pytest.raises(CheckpointError, match=f"its manifest is damaged: .*{problem}"):
         store.read_center()
     checkpoint, damage = store.read()
-    assert checkpoint.round == 1
+    assert checkpoint.progress.round == 1
     assert f"round-00000002: its manifest is damaged: {problem}" in damage[0]
 
 
@@ -440,7 +440,7 @@ def test_a_manifest_that_leaves_out_a_file_is_damage_to_fall_back_from(tmp_path)
     values = {**json.loads(manifest.read_text()), "format": 1, "files": {}}
     manifest.write_text(json.dumps(values))
     checkpoint, damage = store.read()
-    assert checkpoint.round == 1
+    assert checkpoint.progress.round == 1
     assert "safetensors is missing in its manifest" in damage[0]
 
 
@@ -496,7 +496,7 @@ def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
     values = json.loads(manifest.read_text())
     del values["crc32"]
     manifest.write_text(json.dumps({**values, "format": 1}))
-    assert store.read()[0].round == 1
+    assert store.read()[0].progress.round == 1
 
 
 def without_manifests(root, *rounds):

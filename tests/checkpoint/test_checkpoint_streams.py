@@ -92,6 +92,7 @@ _PEAK = """
 import json, sys, torch, numpy as np
 from pathlib import Path
 from raydl.checkpoint.store import Checkpoint, CheckpointStore
+from raydl.core.progress import Progress
 from raydl.storage import Storage, Sum
 from raydl.core.tensor_files import view_of
 
@@ -116,8 +117,8 @@ center.flags.writeable = False
 store = CheckpointStore(Storage(sys.argv[1]))
 def write(center, workers, round):
     store.write(Checkpoint(
-        round=round, generation=1, num_samples=1, seconds=1.0, center={"w": center},
-        state={"epoch": 1}, workers=workers))
+        progress=Progress(round=round), seconds=1.0, center={"w": center}, state={},
+        workers=workers))
 write(torch.ones(4), {}, 1)  # what PyArrow and torch take for themselves
 before = peak()
 write(view_of(center), {f"w{i}": Sparse() for i in range(NUM_WORKERS)}, 2)
@@ -192,7 +193,7 @@ def test_a_worker_that_can_not_write_costs_that_checkpoint_and_leaves_nothing(
         store.write(with_workers(2, **workers))
     assert all(other.is_cancelled for other in others)
     assert os.listdir(tmp_path / "checkpoints") == ["round-00000001"]
-    assert store.read()[0].round == 1
+    assert store.read()[0].progress.round == 1
 
 
 def test_a_saved_state_is_read_from_any_working_folder_and_tells_damage(tmp_path, monkeypatch):
@@ -336,7 +337,7 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     assert pieces_of_driver == []
     # For whom it is sent to it is another folder, as a disk of another machine is.
     monkeypatch.setattr(Storage, "address", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr("raydl.ray_backend.states.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("raydl.ray_backend.state_transfer.PIECE_BYTES", 10_000)
     fit(unseen, steps=60, resume=True)
     assert len(pieces_of_driver) >= 2
     assert not (tmp_path / "elsewhere").exists()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydl import cli
+from raydl.core.progress import Progress
 from raydl.metrics import TAGS, tag_of
 from raydl.metrics.tags import OWN_METRIC
 from raydl.models import MODELS, LeNet
@@ -168,7 +169,9 @@ def test_methods_and_models_are_listed(capsys):
 
 
 STATUS = RunStatus(
-    "training", 3, 2, "2:4", 1234, 2.5, 157_952, 65.4, 0.9731,
+    "training",
+    Progress(round=1234, generation=3, epoch=2.5, num_samples=157_952, seconds=65.4),
+    2, "2:4", 0.9731,
     (
         WorkerStatus("w0", "training", "node-a", 12_340, 1234, 0.0123, 4.2, 65.0),
         WorkerStatus("w1", "training", "node-b", 12_340, 1234, 0.0123, 4.2, 65.0),
@@ -259,7 +262,8 @@ def test_status_as_json_holds_all_that_is_known(tmp_path, capsys):
     run_that_ended(tmp_path)
     assert cli.main(["status", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert set(values) == {field.name for field in dataclasses.fields(RunStatus)}
+    names = {f.name for kind in (RunStatus, Progress) for f in dataclasses.fields(kind)}
+    assert set(values) == names - {"progress"}
     assert values["workers"][2]["state"] == "left out"
 
 
@@ -270,7 +274,7 @@ def test_remove_prints_what_the_driver_says(tmp_path, capsys):
     def drive():
         while not is_over.wait(0.005):
             control_channel.tell(STATUS)
-            for request in control_channel.take_requests():
+            for request in control_channel.pop_requests():
                 is_known = request.worker_id != "w0"
                 sentence = "leaves after this round" if is_known else "is needed"
                 control_channel.answer(request, f"{request.worker_id} {sentence}", ok=is_known)

@@ -2,19 +2,17 @@
 
 import threading
 import time
-import types
 from datetime import timedelta
 
 import pytest
 import torch
 from members import HOST, Center, FakeRay, Ranks
 from ray.exceptions import RayActorError
-from ray.util.collective import types as ray_types
 
 from raydl.collective import ray_collective as collective
-from raydl.collective.process_group import TorchGroup, dist
-from raydl.collective.ray_collective import CenterStore, GroupAddress, RayGroup
-from raydl.collective.store import SECRET
+from raydl.collective.key_store import SECRET
+from raydl.collective.process_group import TorchGroup
+from raydl.collective.ray_collective import CenterStore, GroupAddress
 from raydl.config.tls import TlsFiles
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 
@@ -37,10 +35,9 @@ def ranks(monkeypatch):
 # the address
 
 
-def test_an_address_is_spelt_and_read_again():
+def test_an_address_names_run_and_generation():
     address = GroupAddress("run-1", 12, "cuda", 2.5)
-    assert str(address) == "raydl:run-1/12?device=cuda&timeout_s=2.5"
-    assert GroupAddress.parse(str(address)) == address
+    assert str(address) == "raydl:run-1/12"
 
 
 # the store
@@ -76,27 +73,27 @@ def test_a_key_of_ones_own_is_not_asked_for(center, fake_ray):
     store.set("a", b"1")
     assert store.get("a") == b"1"
     assert store.check(["a"])
-    assert store.those_there(["a"], timedelta(0)) == ["a"]
+    assert store.keys_present(["a"], timedelta(0)) == ["a"]
     assert center.asked == []
 
 
 def test_the_first_question_for_a_ranks_key_waits_for_those_of_all_ranks(center, fake_ray):
     store = store_of(center)
     for rank in range(3):
-        center.server.set("run", 7, f"0/{rank}", bytes([rank]))
+        center.server.set_key("run", 7, f"0/{rank}", bytes([rank]))
     assert [store.get(f"0/{rank}") for rank in (1, 0, 2)] == [b"\1", b"\0", b"\2"]
     assert [sorted(keys) for keys, _ in center.asked] == [["0/0", "0/1", "0/2"]]
 
 
 @pytest.mark.parametrize("key", ["plain", "1", "a/b", "/", "a/-1"])
 def test_any_other_key_is_asked_for_alone(center, fake_ray, key):
-    center.server.set("run", 7, key, b"1")
+    center.server.set_key("run", 7, key, b"1")
     assert store_of(center).get(key) == b"1"
     assert [keys for keys, _ in center.asked] == [[key]]
 
 
 def test_no_thread_of_the_center_waits_long_and_a_busy_one_may_answer_late(center, fake_ray):
-    threading.Timer(0.2, center.server.set, ("run", 7, "a", b"1")).start()
+    threading.Timer(0.2, center.server.set_key, ("run", 7, "a", b"1")).start()
     assert store_of(center).get("a") == b"1"
     [(_, asked_s)] = center.asked
     assert asked_s == 2.0
@@ -117,10 +114,10 @@ def test_a_look_at_keys_does_not_wait(center, fake_ray):
     assert not store.check(["a"])
     store.set("a", b"1")
     assert not store.check(["a", "b"])
-    assert store.those_there(["b", "a"], timedelta(seconds=0.05)) == ["a"]
+    assert store.keys_present(["b", "a"], timedelta(seconds=0.05)) == ["a"]
     assert [asked_s for _, asked_s in center.asked] == [0.0, 0.0, 0.05]
     assert fake_ray.waited == [2.0, 2.0, 2.05]
-    center.server.set("run", 7, "b", b"2")
+    center.server.set_key("run", 7, "b", b"2")
     assert store.check(["a", "b"])
 
 
@@ -133,7 +130,7 @@ def test_a_center_that_can_not_be_reached_is_told_except_by_a_look(center, fake_
 
 
 def test_no_key_of_a_generation_that_is_over_is_waited_for(center, fake_ray):
-    center.server.set("run", 8, "a", b"1")
+    center.server.set_key("run", 8, "a", b"1")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="a later generation has begun"):
         store_of(center).get("a")
@@ -225,7 +222,7 @@ def test_a_member_that_never_comes_is_named_with_round_and_generation(ranks):
         assert (error.round, error.generation, error.timeout_s) == (0, 7, 1.0)
         assert error.missing == ("w1",)
     assert time.monotonic() - began < SOON_S
-    assert members.names.destroyed == [str(members.address)] * 2
+    assert not any(members.is_known(rank) for rank in range(3))
 
 
 def test_a_member_that_does_not_come_to_a_sum_is_named_with_its_round(ranks, monkeypatch):
@@ -308,7 +305,7 @@ def test_who_forms_a_group_is_free_at_once_when_it_is_abandoned(ranks, algorithm
     assert time.monotonic() - began < 2.0
     assert (error.round, error.generation) == (0, 7)
     assert error.problem == "it was abandoned: a worker was lost or left out"
-    assert members.names.destroyed == [str(members.address)]
+    assert not members.is_known(0)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
@@ -330,11 +327,11 @@ def test_a_group_that_is_closed_is_left_and_its_name_is_free(ranks):
     members = ranks(2).form_all(algorithm="ring")
     members.each(lambda group: group.close())
     for group in members.groups.values():
-        assert group._group.is_left
-        assert group._group.process_group is None
+        assert group.torch.is_left
+        assert group.torch.process_group is None
         with pytest.raises(RuntimeError):
             group.adaptive.start(torch.ones(1))  # its thread is over
-    assert members.names.destroyed == [str(members.address)] * 2
+    assert not any(members.is_known(rank) for rank in range(2))
 
 
 class Cut:
@@ -349,7 +346,7 @@ class Cut:
 
 def watched():
     group = collective.CollectiveGroup.__new__(collective.CollectiveGroup)
-    group._group, group._abandoned = Cut(), threading.Event()
+    group.torch, group._abandoned = Cut(), threading.Event()
     thread = threading.Thread(target=group._cut_if_abandoned, daemon=True)
     thread.start()
     return group, thread
@@ -357,19 +354,19 @@ def watched():
 
 def test_a_device_is_freed_once_its_group_is_abandoned():
     group, thread = watched()
-    assert not group._group.is_cut.wait(0.3)
+    assert not group.torch.is_cut.wait(0.3)
     group._abandoned.set()
-    assert group._group.is_cut.wait(SOON_S)
+    assert group.torch.is_cut.wait(SOON_S)
     thread.join(SOON_S)
     assert not thread.is_alive()
 
 
 def test_nobody_watches_a_group_of_a_device_that_was_left():
     group, thread = watched()
-    group._group.is_left = True
+    group.torch.is_left = True
     thread.join(SOON_S)
     assert not thread.is_alive()
-    assert not group._group.is_cut.is_set()
+    assert not group.torch.is_cut.is_set()
 
 
 @pytest.mark.parametrize(("device", "is_watched"), [("cuda", True), ("cpu", False)])
@@ -384,147 +381,3 @@ def test_only_a_device_is_freed_by_a_thread_of_the_group_itself(
     members.address = GroupAddress("run", 7, device, 20.0)
     members.form_all().abandoned[0].set()
     assert cut.wait(SOON_S if is_watched else 0.3) is is_watched
-
-
-# Ray's blocking interface
-
-
-def by_ray(members, act):
-    """Return what each rank makes of Ray's group; act(group, rank)."""
-    groups = members.each(lambda group: members.names.get_group_handle(str(group.address)))
-    found = [members.begin(rank, act, group, rank) for rank, group in enumerate(groups)]
-    return [each.result(timeout=60.0) for each in found]
-
-
-options = types.SimpleNamespace
-
-
-def own(rank):
-    return torch.tensor([rank + 2.0])
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"), [(None, 9.0), ("SUM", 9.0), ("PRODUCT", 24.0), ("MIN", 2.0), ("MAX", 4.0)]
-)
-def test_rays_allreduce_and_reduce_do_each_operation(ranks, op, expected):
-    members = ranks(3).form_all()
-    reduce_op = ray_types.ReduceOp[op] if op else None
-
-    def reduced(group, rank):
-        everywhere, at_one, at_first = own(rank), own(rank), own(rank)
-        chosen = options(reduceOp=reduce_op, root_rank=1) if op else None
-        group.allreduce([everywhere], chosen)
-        group.reduce([at_one], chosen)
-        group.reduce([at_first])
-        return everywhere.item(), at_one.item(), at_first.item()
-
-    found = by_ray(members, reduced)
-    assert [all_ for all_, _, _ in found] == [expected] * 3
-    assert found[1 if op else 0][1] == expected
-    assert found[0][2] == 9.0
-
-
-class Asked:
-    """A process group that notes how it was asked."""
-
-    def __init__(self):
-        self.roots = []
-
-    def reduce(self, tensors, options):
-        self.roots.append((options.rootRank, options.rootTensor))
-        return self
-
-    broadcast = reduce
-
-    def wait(self):
-        pass
-
-
-def test_the_root_is_the_first_rank_unless_told():
-    """gloo leaves sums in the memory of other ranks, too."""
-    group = RayGroup(3, 2, str(GroupAddress("run", 7, "cpu", 4.5)))
-    group.torch.process_group = asked = Asked()
-    chosen = options(root_rank=2, reduceOp=ray_types.ReduceOp.SUM)
-    for act in (group.reduce, group.broadcast):
-        act([torch.ones(1)])
-        act([torch.ones(1)], chosen)
-    assert asked.roots == [(0, 0), (2, 0)] * 2
-
-
-def test_rays_broadcast_is_that_of_the_root(ranks):
-    def sent(group, rank):
-        first, last = own(rank), own(rank)
-        group.broadcast([first])
-        group.broadcast([last], options(root_rank=2))
-        return first.item(), last.item()
-
-    assert by_ray(ranks(3).form_all(), sent) == [(2.0, 4.0)] * 3
-
-
-def test_rays_allgather_and_reducescatter_go_by_rank(ranks):
-    def collected(group, rank):
-        out = [torch.zeros(1) for _ in range(3)]
-        group.allgather([out], [own(rank)])
-        mine = torch.zeros(1)
-        group.reducescatter([mine], [[torch.tensor([10.0 * i + rank]) for i in range(3)]])
-        return [each.item() for each in out], mine.item()
-
-    assert by_ray(ranks(3).form_all(), collected) == [
-        ([2.0, 3.0, 4.0], 30.0 * rank + 3.0) for rank in range(3)
-    ]
-
-
-def test_rays_send_reaches_the_rank_that_receives(ranks):
-    def passed_on(group, rank):
-        got = torch.zeros(1)
-        if rank == 0:
-            group.send([own(rank)], options(dst_rank=2))
-        if rank == 2:
-            group.recv([got], options(src_rank=0))
-        return got.item()
-
-    assert by_ray(ranks(3).form_all(), passed_on) == [0.0, 0.0, 2.0]
-
-
-def test_rays_barrier_waits_for_all(ranks):
-    came = []
-
-    def met(group, rank):
-        time.sleep(0.3 * (rank == 1))
-        came.append(rank)
-        group.barrier()
-        return sorted(came)
-
-    assert by_ray(ranks(2).form_all(), met) == [[0, 1]] * 2
-
-
-def test_rays_group_takes_rank_size_device_and_time_from_what_ray_hands_on():
-    group = RayGroup(3, 2, str(GroupAddress("run", 7, "cuda", 4.5)))
-    assert (group.world_size, group.rank, group.group_name) == (
-        3,
-        2,
-        "raydl:run/7?device=cuda&timeout_s=4.5",
-    )
-    assert group.torch._is_cuda
-    assert (group.torch._rank, group.torch._num_workers) == (2, 3)
-    assert group.torch._timeout == timedelta(seconds=4.5)
-    assert RayGroup.backend() == "RAYDL"
-    assert RayGroup.check_backend_availability() is dist.is_available() is True
-    group.torch._is_cuda = False  # gloo's: nothing to be cut is there
-    group.destroy_group()
-    assert group.torch.is_left
-
-
-def test_the_backend_is_registered_once_in_a_process(monkeypatch):
-    known = {}
-    fake = types.SimpleNamespace(is_backend_available=lambda name: name in known)
-    monkeypatch.setattr(collective, "collective", fake)
-
-    def add(name, group_class):
-        assert name not in known
-        known[name] = group_class
-
-    monkeypatch.setattr(collective, "register_collective_backend", add)
-    collective.register()
-    collective.register()
-    assert known == {"RAYDL": RayGroup}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ensembles import Ensemble, linear, tiny_images
 
-from raydl.collective.strategy import COUNTED, SKIPPED, ExchangeProfiler
+from raydl.collective.sync_strategy import COUNTED, SKIPPED, ExchangeProfiler
 from raydl.config import ExchangeConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.core.autotune import (
     ENOUGH,
@@ -233,7 +233,7 @@ def auto(**more):
 
 def wait_long(monkeypatch, seconds):
     """Let every worker believe that it waited so long in each round."""
-    from raydl.collective import strategy as profiler
+    from raydl.collective import sync_strategy as profiler
 
     real = profiler.ExchangeProfiler._measured
 
@@ -274,7 +274,7 @@ def test_a_run_goes_on_in_the_chosen_fragments(monkeypatch, method):
         assert chosen.fragments > num_before == 1
         assert len(worker.runner.strategy.exchanges) == chosen.fragments
     after = [w.center() for w in run.workers]
-    assert after[0].round == before[0].round + 1
+    assert after[0].progress.round == before[0].progress.round + 1
     assert (after[0].weights == after[1].weights).all()
     assert (after[0].weights != before[0].weights).any()
     assert len(flat_states(after[0])) == len(flat_states(before[0])) == (method == "diloco")
@@ -306,7 +306,7 @@ def test_a_choice_to_which_somebody_does_not_come_changes_nothing(monkeypatch, f
     with pytest.raises(ExchangeError):
         run.workers[0].run_round()
     after = run.workers[0].center()
-    assert after.round == before.round == SKIPPED + COUNTED
+    assert after.progress.round == before.progress.round == SKIPPED + COUNTED
     assert (after.weights == before.weights).all()
     assert (run.workers[0].replica.flat.weights == replica).all()
 

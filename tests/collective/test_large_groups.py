@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raydl.collective.key_store import StoreServer
 from raydl.collective.process_group import TorchGroup, is_done
-from raydl.collective.store import StoreServer
 
 MANY = 34
 """More than connect each with every other."""
@@ -27,22 +27,22 @@ class ServedStore(dist.Store):
         self.server, self.timeout_s = StoreServer(), timeout_s
 
     def set(self, key, value):
-        self.server.set("run", 1, key, value)
+        self.server.set_key("run", 1, key, value)
 
     def get(self, key):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys):
         self.wait(keys)
-        found = self.server.wait("run", 1, keys, 0.0)
+        found = self.server.wait_for_keys("run", 1, keys, 0.0)
         return [found[key] for key in keys]
 
     def check(self, keys):
-        return self.server.wait("run", 1, keys, 0.0).keys() >= set(keys)
+        return self.server.wait_for_keys("run", 1, keys, 0.0).keys() >= set(keys)
 
     def wait(self, keys, timeout=None):
         timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
-        if not self.server.wait("run", 1, keys, timeout_s).keys() >= set(keys):
+        if not self.server.wait_for_keys("run", 1, keys, timeout_s).keys() >= set(keys):
             raise RuntimeError("the other members did not come")
 
 

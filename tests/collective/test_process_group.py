@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.certificates import make_certificates
 from raydl.collective import process_group
+from raydl.collective.key_store import SECRET, StoreServer, proof
 from raydl.collective.process_group import (
     TorchGroup,
     TunnelStore,
@@ -19,8 +20,7 @@ from raydl.collective.process_group import (
     make_gloo,
     unproven_peers,
 )
-from raydl.collective.store import SECRET, StoreServer, proof
-from raydl.collective.tunnel import GLOO_HOST
+from raydl.collective.tls_tunnel import GLOO_HOST
 
 SOON_S = 10.0
 HOST = "127.0.0.1"
@@ -37,27 +37,27 @@ class Keys(dist.Store):
         self.waits = []
 
     def set(self, key, value):
-        self.server.set("run", 1, key, value)
+        self.server.set_key("run", 1, key, value)
 
     def get(self, key):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys):
         self.wait(keys)
-        found = self.server.wait("run", 1, keys, 0.0)
+        found = self.server.wait_for_keys("run", 1, keys, 0.0)
         return [found[key] for key in keys]
 
     def wait(self, keys, timeout=None):
         self.waits.append((keys, timeout))
         timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
-        if not self.server.wait("run", 1, keys, timeout_s).keys() >= set(keys):
+        if not self.server.wait_for_keys("run", 1, keys, timeout_s).keys() >= set(keys):
             raise RuntimeError("the other members did not come")
 
     def check(self, keys):
-        return self.server.wait("run", 1, keys, 0.0).keys() >= set(keys)
+        return self.server.wait_for_keys("run", 1, keys, 0.0).keys() >= set(keys)
 
-    def those_there(self, keys, within):
-        found = self.server.wait("run", 1, list(keys), within.total_seconds())
+    def keys_present(self, keys, within):
+        found = self.server.wait_for_keys("run", 1, list(keys), within.total_seconds())
         return [key for key in keys if key in found]
 
 
@@ -326,7 +326,7 @@ def test_keys_pass_unchanged_once_the_tunnel_is_laid(members, files):
     assert stores[1].multi_get(["node/0"]) == [b"here"]
     assert stores[1].check(["node/0"])
     assert not stores[1].check(["node/0", "node/1"])
-    assert stores[1].those_there(["node/1", "node/0"], timedelta(0)) == ["node/0"]
+    assert stores[1].keys_present(["node/1", "node/0"], timedelta(0)) == ["node/0"]
     with pytest.raises(RuntimeError, match="did not come"):
         stores[1].wait(["never"], timedelta(milliseconds=1))
 
@@ -358,7 +358,7 @@ class Ways:
     def __init__(self):
         self.led = []
 
-    def lead_to(self, port):
+    def forward_to(self, port):
         self.led.append(port)
 
 

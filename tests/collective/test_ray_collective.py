@@ -39,8 +39,8 @@ class Queued:
 def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     group = CollectiveGroup.__new__(CollectiveGroup)  # a real one meets others
     group.address = GroupAddress("run", 7, device, timeout_s)
-    group.adaptive, group._abandoned = None, threading.Event()
-    group._group = SimpleNamespace(
+    group.adaptive, group._abandoned, group._roll_call = None, threading.Event(), None
+    group.torch = SimpleNamespace(
         start_allreduce=lambda tensor: Done(), start_allgather=lambda tensor, out: Done()
     )
     if is_abandoned:
@@ -87,6 +87,6 @@ def test_who_waits_for_a_device_is_free_soon_after_all_was_abandoned():
 
 def test_a_wait_for_a_device_is_bounded(monkeypatch):
     group = group_on("cuda", timeout_s=0.2)
-    monkeypatch.setattr(group, "_roll_call", lambda round: ["w1"])
+    monkeypatch.setattr(group, "_late_workers", lambda round: ["w1"])
     with pytest.raises(ExchangeTimeoutError, match="w1"):
         CollectiveWork(group, Queued(10**9), 3).wait()

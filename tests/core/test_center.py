@@ -8,6 +8,7 @@ import torch
 from ensembles import Ensemble
 from histories import assert_same, config
 from snapshots import center_snapshot as snapshot
+from snapshots import with_progress
 
 from raydl.core.center import (
     SnapshotShelf,
@@ -19,6 +20,7 @@ from raydl.core.center import (
     split_states,
 )
 from raydl.core.flat import FlatModel
+from raydl.core.progress import Progress
 from raydl.parameter_server.server import CenterServer, make_shard
 
 
@@ -28,7 +30,7 @@ def test_only_the_newest_snapshots_are_held():
         shelf.put(snapshot(round))
     assert shelf.rounds() == (3, 9)
     assert shelf.get(1) is None
-    assert shelf.get(9).round == 9
+    assert shelf.get(9).progress.round == 9
 
 
 def test_the_two_newest_snapshots_that_a_checkpoint_needs_stay():
@@ -75,11 +77,11 @@ def test_a_state_that_travels_as_arrays_comes_back_with_every_tensor_at_its_plac
 
 def test_a_copy_of_the_same_generation_that_the_controller_chose_takes_the_place_of_another():
     shelf = SnapshotShelf()
-    shelf.put(dataclasses.replace(snapshot(4), generation=2, num_samples=1))
+    shelf.put(with_progress(snapshot(4), generation=2, num_samples=1))
     for generation, num_samples, kept in ((2, 5, 5), (1, 9, 5), (3, 7, 7)):
-        other = dataclasses.replace(snapshot(4), generation=generation, num_samples=num_samples)
+        other = with_progress(snapshot(4), generation=generation, num_samples=num_samples)
         shelf.adopt(other)
-        assert shelf.get(4).num_samples == kept
+        assert shelf.get(4).progress.num_samples == kept
 
 
 def test_the_state_of_an_optimizer_splits_by_spans_and_joins_again():
@@ -113,9 +115,7 @@ def test_a_rate_is_each_groups_share_of_it():
 def test_a_run_begins_at_round_0_of_no_generation():
     flat = FlatModel(torch.nn.Linear(3, 2))
     first = first_snapshot(flat, 60)
-    told = (first.round, first.generation, first.epoch, first.num_samples, first.local_step)
-    assert told == (0, 0, 0, 0, 0)
-    assert (first.seconds, first.is_kept) == (0.0, False)
+    assert (first.progress, first.is_kept) == (Progress(), False)
     assert np.array_equal(first.weights, flat.weights.numpy())
 
 
@@ -133,22 +133,22 @@ def test_a_snapshot_is_finite_where_all_of_it_is(where):
 def test_a_snapshot_that_a_checkpoint_needs_is_needed_too_when_its_equal_replaces_it():
     for put in (SnapshotShelf.put, SnapshotShelf.adopt):
         shelf = SnapshotShelf()
-        put(shelf, dataclasses.replace(snapshot(4, is_kept=True), generation=2))
-        put(shelf, dataclasses.replace(snapshot(4), generation=2))
+        put(shelf, with_progress(snapshot(4, is_kept=True), generation=2))
+        put(shelf, with_progress(snapshot(4), generation=2))
         assert shelf.get(4).is_kept
-        put(shelf, dataclasses.replace(snapshot(4), generation=3))
+        put(shelf, with_progress(snapshot(4), generation=3))
         assert not shelf.get(4).is_kept, "of another generation, which was not asked to keep it"
 
 
 def test_what_an_earlier_generation_made_is_refused_and_counted():
     shelf = SnapshotShelf()
-    assert shelf.put(dataclasses.replace(snapshot(4), generation=3))
-    assert not shelf.put(dataclasses.replace(snapshot(4), generation=2))
+    assert shelf.put(with_progress(snapshot(4), generation=3))
+    assert not shelf.put(with_progress(snapshot(4), generation=2))
     shelf.begin(5, 4)
-    assert not shelf.put(dataclasses.replace(snapshot(6), generation=4))
+    assert not shelf.put(with_progress(snapshot(6), generation=4))
     assert shelf.num_refused == 2
     assert shelf.rounds() == (4,)
-    assert shelf.get(4).generation == 3
+    assert shelf.get(4).progress.generation == 3
 
 
 def test_the_changes_of_the_ledger_are_those_of_the_newest_snapshot():

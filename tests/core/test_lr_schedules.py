@@ -123,7 +123,7 @@ def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_
     assert [w.runner.strategy.num_cuts for w in ensemble.workers] == [1, 1]
     ensemble.run()
     assert ensemble.newest.num_cuts == 1
-    lrs = {r.round: r.lr for r in ensemble.workers[0].report().records}
+    lrs = {r.progress.round: r.lr for r in ensemble.workers[0].report().records}
     assert lrs[max(lrs)] == pytest.approx(0.01)
 
 

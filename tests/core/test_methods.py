@@ -40,8 +40,8 @@ def test_every_method_trains_to_the_end_and_counts_every_sample(method, num_work
     before = loss_of(ensemble, ensemble.first.weights, images)
     assert ensemble.run() == [Outcome.FINISHED] * num_workers
     center = ensemble.center()
-    assert center.num_samples == 6 * 31
-    assert center.epoch == 6
+    assert center.progress.num_samples == 6 * 31
+    assert center.progress.epoch == 6
     assert loss_of(ensemble, center.weights, images) < before
 
 
@@ -53,7 +53,7 @@ def test_every_end_of_a_run_is_kept_to(method, end):
     if "steps" in end:
         assert [w.local_step for w in ensemble.workers] == [5, 5]
     if "samples" in end:
-        assert ensemble.center().num_samples == 40
+        assert ensemble.center().progress.num_samples == 40
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -68,7 +68,7 @@ def test_messages_go_in_fragments_to_shards_with_delay(method, shards, fragments
         images=tiny_images(31),
     ).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
-    assert ensemble.center().num_samples == 3 * 31
+    assert ensemble.center().progress.num_samples == 3 * 31
     assert np.isfinite(ensemble.center().weights).all()
 
 
@@ -121,7 +121,7 @@ def test_what_a_resumed_run_is_told_of_its_optimizer_counts():
     ensemble.run(2)
     ensemble.workers[0].vote(1, stop=1.0)
     ensemble.run()
-    kept, snapshot = {"w0": ensemble.workers[0].take_kept(3)}, ensemble.newest
+    kept, snapshot = {"w0": ensemble.workers[0].pop_kept(3)}, ensemble.newest
     centers = []
     for momentum in (0.9, 0.0):
         optimizer = dataclasses.replace(first.optimizer, momentum=momentum)
@@ -287,7 +287,7 @@ def test_workers_of_a_group_are_one_replica_and_train_to_the_end(method, exchang
     assert torch.equal(first, second)
     assert torch.equal(third, fourth)
     assert method == "diloco" or not torch.equal(first, third)
-    assert ensemble.center().num_samples == 4 * 61
+    assert ensemble.center().progress.num_samples == 4 * 61
 
 
 def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch():
@@ -384,7 +384,7 @@ def test_methods_train_with_shortened_messages(method, codec):
     ensemble = Ensemble(config, num_workers=3, images=images).join()
     before = loss_of(ensemble, ensemble.first.weights, images)
     assert ensemble.run() == [Outcome.FINISHED] * 3
-    assert ensemble.center().num_samples == 6 * 31
+    assert ensemble.center().progress.num_samples == 6 * 31
     assert loss_of(ensemble, ensemble.center().weights, images) < before
 
 
@@ -419,7 +419,7 @@ def test_shortened_messages_are_shorter(method):
         ensemble.run()
         records = ensemble.workers[0].report().records
         if not ensemble.job.method.is_sync:
-            records = ensemble.service.coordinator.take_records()
+            records = ensemble.service.coordinator.pop_records()
         num_bytes[codec] = records[-1].exchange_bytes
     assert num_bytes["bf16"] < 0.55 * num_bytes["none"]
     assert num_bytes["int8"] < 0.30 * num_bytes["none"]
@@ -441,7 +441,7 @@ def test_a_resumed_run_remembers_what_its_messages_left_out(method):
     first.run(2)
     first.workers[0].vote(1, stop=1.0)
     first.run()
-    states = {w.worker_id: w.take_kept(3) for w in first.workers}
+    states = {w.worker_id: w.pop_kept(3) for w in first.workers}
     second = Ensemble(config, num_workers=2, images=tiny_images(31)).join(first.newest, states)
     second.run()
     assert np.array_equal(whole.center().weights, second.center().weights)

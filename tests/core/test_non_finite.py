@@ -8,8 +8,8 @@ import pytest
 import torch
 from ensembles import Ensemble, linear
 from histories import History, config
-from own_loops import Threads, run_all, settings
 from torch import nn
+from user_loops import Threads, run_all, settings
 
 import raydl
 from raydl.config import MethodConfig

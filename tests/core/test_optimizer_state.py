@@ -11,10 +11,11 @@ from replicas import PLAIN, batches, deep, flattened, replica_of, settings
 from torch.nn import functional
 
 from raydl.checkpoint.store import Checkpoint, CheckpointStore
-from raydl.collective.exchange import GradientGroup
+from raydl.collective.sync_exchange import GradientGroup
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
 from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
 from raydl.core.optimizers import make_optimizer
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.rules import MeanGradient, Tally
 from raydl.storage import Storage
@@ -24,13 +25,11 @@ from raydl.worker.in_process import LocalGroup
 def through_a_checkpoint(folder, ensemble, round):
     """Return the states of the workers and of the center's optimizer, written and read again."""
     store = CheckpointStore(Storage(str(folder)))
-    workers = {w.worker_id: w.take_kept(round) for w in ensemble.workers}
+    workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
     state = {"optimizer": ensemble.newest.optimizer}
     store.write(
         Checkpoint(
-            round=round,
-            generation=1,
-            num_samples=0,
+            progress=Progress(round=round, generation=1),
             seconds=0.0,
             center={"weights": torch.tensor(ensemble.newest.weights)},
             state=state,
@@ -59,7 +58,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path, name, meth
     for worker in first.workers:
         worker.vote(1, stop=1.0)
     assert set(first.run()) == {Outcome.STOPPED}
-    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.round)
+    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.progress.round)
     again = Ensemble(config, num_workers=2, images=images, model=deep).join(snapshot, states)
     again.run()
     assert np.array_equal(again.newest.weights, whole.newest.weights)
@@ -75,7 +74,7 @@ def test_a_decay_of_matrices_alone_goes_through_a_checkpoint_too(tmp_path):
     first.run(2)
     first.workers[0].vote(1, stop=1.0)
     first.run()
-    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.round)
+    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.progress.round)
     again = Ensemble(config, num_workers=1, model=deep).join(snapshot, states)
     again.run()
     assert np.array_equal(again.newest.weights, whole.newest.weights)

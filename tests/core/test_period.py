@@ -19,13 +19,13 @@ def test_a_round_spans_epochs_and_every_sample_counts_once_in_each(method, membe
     """25 samples in batches of 2 are 13 or 5 local steps an epoch, a round is 30."""
     history = History(config(method, period=30, epochs=20))
     history.train(*members, rounds=2)
-    assert history.snapshot.round == 2
-    assert history.snapshot.local_step == 60
+    assert history.snapshot.progress.round == 2
+    assert history.snapshot.progress.local_step == 60
     history.end(*members)
     history.assert_every_sample_once_an_epoch()
     steps = 20 * (13 if len(members) == 1 else 5)
-    assert history.snapshot.local_step == steps
-    assert history.snapshot.round == -(-steps // 30), "the last round alone is shorter"
+    assert history.snapshot.progress.local_step == steps
+    assert history.snapshot.progress.round == -(-steps // 30), "the last round alone is shorter"
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "original-easgd"])
@@ -35,8 +35,8 @@ def test_by_messages_too(method):
     ).join()
     assert ensemble.workers[0].runner.strategy._assignment.num_steps == 30
     assert ensemble.run() == [Outcome.FINISHED] * 2
-    assert ensemble.service.coordinator.state()["num_samples"] == 20 * 25
-    records = ensemble.service.coordinator.take_records()
+    assert ensemble.service.coordinator.state()["progress"].num_samples == 20 * 25
+    records = ensemble.service.coordinator.pop_records()
     assert records[0].period == 30
 
 

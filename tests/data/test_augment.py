@@ -19,7 +19,7 @@ from raydl.config import (
 from raydl.config.input import AUGMENTATIONS
 from raydl.data import Batches, Dataset, DataShape, ImageSet, Normalizer, preparation_for
 from raydl.data.augment import Augment, crop, cutout, flip
-from raydl.data.chance import uniform
+from raydl.data.counter_rng import uniform
 from raydl.data.order import Shuffled
 from raydl.data.samples import as_they_are
 from raydl.errors import ConfigError, UnknownNameError
@@ -339,10 +339,10 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(num_wo
     first.run(2)
     first.workers[-1].vote(1, stop=1.0)
     first.run()
-    states = {w.worker_id: w.take_kept(first.newest.round) for w in first.workers}
+    states = {w.worker_id: w.pop_kept(first.newest.progress.round) for w in first.workers}
     second = run_of(config, num_workers=num_workers).join(first.newest, states)
     second.run()
-    assert first.newest.round < second.newest.round == whole.newest.round
+    assert first.newest.progress.round < second.newest.progress.round == whole.newest.progress.round
     assert np.array_equal(second.newest.weights, whole.newest.weights)
     plain = run_of(settings("none", epochs=2), num_workers=num_workers).join()
     plain.run()

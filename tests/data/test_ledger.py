@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raydl.collective.strategy import Trained
+from raydl.collective.sync_strategy import Trained
 from raydl.data.ledger import Ledger, num_done_by, share_round, split_evenly
 
 

@@ -522,7 +522,7 @@ def test_a_bad_sample_can_be_skipped_and_is_counted(tmp_path, how):
     left_out = [worker.report().left_out for worker in ensemble.workers]
     assert sum(found.num_samples for found in left_out) == 2  # once an epoch
     assert any(SENTENCES[how] in found.last for found in left_out)
-    assert ensemble.newest.num_samples == 2 * 23
+    assert ensemble.newest.progress.num_samples == 2 * 23
 
 
 def test_a_file_that_was_cut_off_meanwhile_is_named(folder):

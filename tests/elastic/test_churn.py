@@ -189,7 +189,7 @@ def play(history, num_workers, events):
             aside += [chosen] if event == "stand by" else []
         elif event == "join":
             here.append(f"w{num_workers + number}")
-    if (history.snapshot.num_samples // history.images.num_samples) < 3:
+    if (history.snapshot.progress.num_samples // history.images.num_samples) < 3:
         history.end(*dict.fromkeys([*here, *aside, *history.away]))
 
 
@@ -295,7 +295,7 @@ def test_a_newcomer_starts_at_the_center(method):
 def test_a_newcomer_with_the_state_of_one_that_left_starts_as_that_replica():
     history = History(config("sync-measgd"))
     history.train("w0", "w1", rounds=2)
-    left = history.workers["w1"].take_kept(0)
+    left = history.workers["w1"].pop_kept(0)
     history.train("w0", rounds=1)
     history.train("w0", "w2", rounds=0, states={"w2": left})
     assert_same(history.workers["w2"].replica.state_dict(), left["replica"])
@@ -311,16 +311,16 @@ def test_steps_count_the_completed_rounds_the_same_for_all(method):
     history.train("w0", "w1", "w2", lost={"w0": (1, 1)})
     history.train("w1", "w2", "w3", rounds=1)
     history.end("w1", "w2", "w3", "w4")
-    assert history.snapshot.local_step == 9
-    assert {worker.center().local_step for worker in history.workers.values()} == {9}
-    assert history.snapshot.round == 5  # of 2, 2, 2, 2 and 1 steps
+    assert history.snapshot.progress.local_step == 9
+    assert {worker.center().progress.local_step for worker in history.workers.values()} == {9}
+    assert history.snapshot.progress.round == 5  # of 2, 2, 2, 2 and 1 steps
 
 
 def test_seconds_end_the_run_for_all_after_the_same_round():
     history = History(config("sync-easgd", seconds=0.3))
     history.train("w0", "w1", "w2", lost={"w0": (1, 1)})
     history.end("w1", "w2", "w3")
-    assert history.snapshot.seconds >= 0.3
+    assert history.snapshot.progress.seconds >= 0.3
     assert len({worker.round for worker in history.workers.values()}) == 1
 
 
@@ -332,9 +332,9 @@ def test_what_only_an_absent_worker_can_finish_ends_the_generation(is_back):
     end = history.train("w0", "w2")
     assert end.outcome is Outcome.REGROUP
     assert num_counted(history) == 68
-    num_rounds = history.snapshot.round
+    num_rounds = history.snapshot.progress.round
     assert history.train("w0", "w2").outcome is Outcome.REGROUP
-    assert history.snapshot.round == num_rounds + 1  # an exchange alone, and no more
+    assert history.snapshot.progress.round == num_rounds + 1  # an exchange alone, and no more
     if is_back:
         history.end("w0", "w1", "w2")
     else:
@@ -360,7 +360,7 @@ def test_one_worker_and_many_survive_a_sum_that_nobody_received(rule, num_worker
     history = counting(rule, num_samples=60)
     members = [f"w{i}" for i in range(num_workers)]
     history.train(*members, missed=dict.fromkeys(members, (1, 0)))
-    assert history.snapshot.round == 1
+    assert history.snapshot.progress.round == 1
     history.end(*members)
     assert (history.snapshot.weights == 3).all()
 

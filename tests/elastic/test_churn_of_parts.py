@@ -37,7 +37,7 @@ def test_a_round_that_broke_after_its_first_fragment_leaves_the_center_as_it_was
 
 
 def feedback_of(worker):
-    return [tensors for *_, tensors in worker.take_kept(-1)["feedback"]]
+    return [tensors for *_, tensors in worker.pop_kept(-1)["feedback"]]
 
 
 def with_buffer(image_shape, num_classes):
@@ -86,7 +86,7 @@ def test_survivors_of_groups_share_one_replica_again(method, lost, members):
         for first, second in zip(members[::2], members[1::2], strict=True):
             assert_same(history.weights(first), history.weights(second))
     history.end(*members)
-    assert history.snapshot.num_samples == 75
+    assert history.snapshot.progress.num_samples == 75
 
 
 def test_who_takes_over_a_partners_replica_gives_back_what_it_did_alone():
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_four_goes_on_with_two_and_with_six(method, num_after, t
     case = config(method)
     before = History(case, images=tiny_images(60))
     before.train("w0", "w1", "w2", "w3", rounds=2)
-    states = {w: worker.take_kept(2) for w, worker in before.workers.items()}
+    states = {w: worker.pop_kept(2) for w, worker in before.workers.items()}
     store = CheckpointStore(Storage(str(tmp_path)))
     store.write(checkpoint_of(Collected(before.snapshot, states), before.flat, seconds=1.0))
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_four_goes_on_with_two_and_with_six(method, num_after, t
 def test_a_checkpoint_of_a_broken_generation_counts_nothing_twice(tmp_path):
     before = counting(AllProgress())
     before.train("w0", "w1", "w2", lost={"w0": (1, 1)})
-    states = {w: worker.take_kept(0) for w, worker in before.workers.items()}
+    states = {w: worker.pop_kept(0) for w, worker in before.workers.items()}
     after = counting(AllProgress())
     store = CheckpointStore(Storage(str(tmp_path)))
     store.write(checkpoint_of(Collected(before.snapshot, states), after.flat, seconds=1.0))

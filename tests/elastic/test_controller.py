@@ -128,12 +128,12 @@ def test_a_worker_that_drains_before_it_trains_is_ended_and_replaced():
 def test_points_of_the_curves_may_come_from_the_center():
     stage = Stage(is_sync=False).start()
     stage.step(Published((0,), (record(3), record(5))))
-    assert [r.round for r in stage.recorder.records] == [3, 5]
+    assert [r.progress.round for r in stage.recorder.records] == [3, 5]
 
 
 def test_in_rounds_the_points_are_those_of_the_first_rank():
     stage = Stage().start().after(report("w1", 3), report("w0", 4))
-    assert [r.round for r in stage.recorder.records] == [4]
+    assert [r.progress.round for r in stage.recorder.records] == [4]
 
 
 def test_the_newest_snapshot_is_scored_and_only_one_at_a_time():

@@ -6,6 +6,7 @@ import pytest
 from stages import Stage, collected, report, scored, snapshot
 
 from raydl.core.callbacks import StopAtAccuracy
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import (
     Changed,
@@ -268,9 +269,9 @@ def test_a_score_of_a_lost_center_ends_no_run_and_keeps_no_later_one_back(is_lat
     stage.step(scored(100))
     assert stage.recorder.scores == []
     stage.step(Published((50,)))
-    stage.step(Changed(), Published((50, 60)), Evaluated(50, 5, 50, 1.0, {"accuracy": 0.1}))
+    stage.step(Changed(), Published((50, 60)), Evaluated(Progress(round=50), {"accuracy": 0.1}))
     assert stage.worker_group.told[0] == ("evaluate", 60)
-    assert [score.round for score in stage.recorder.scores] == [50]
+    assert [score.progress.round for score in stage.recorder.scores] == [50]
     assert not stage.controller.ended_because
     assert "stop" not in str(stage.said)
 
@@ -283,10 +284,10 @@ def test_no_round_is_heard_of_twice_though_the_center_went_back_to_it():
     stage.step(Published((18,)))
     assert ("evaluate", 18) not in stage.step()
     stage.step(scored(18))
-    assert [score.round for score in stage.recorder.scores] == [18, 20]
+    assert [score.progress.round for score in stage.recorder.scores] == [18, 20]
     assert stage.step(Changed(), Published((18, 20))) == [("evaluate", 20)]  # another than then
     stage.step(scored(20))
-    assert [score.round for score in stage.recorder.scores] == [18, 20, 20]
+    assert [score.progress.round for score in stage.recorder.scores] == [18, 20, 20]
 
 
 # checkpoints

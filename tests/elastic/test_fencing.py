@@ -5,17 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from snapshots import center_snapshot as snapshot
+from snapshots import with_progress
 from stages import Stage
 
 from raydl.core.center import SnapshotShelf
 from raydl.core.worker_group import Lost, Published, Refused
-from raydl.elastic.refusals import Refusals
+from raydl.elastic.fencing import Refusals
 
 
 def made(round, generation, *, value=0.0, is_kept=False):
     """Return a snapshot of a generation, with weights of one value."""
     one = snapshot(round, is_kept=is_kept)
-    return replace(one, generation=generation, weights=np.full_like(one.weights, value))
+    one = with_progress(one, generation=generation)
+    return replace(one, weights=np.full_like(one.weights, value))
 
 
 def test_a_late_snapshot_of_an_older_generation_does_not_overwrite_a_kept_one():
@@ -26,7 +28,8 @@ def test_a_late_snapshot_of_an_older_generation_does_not_overwrite_a_kept_one():
     assert shelf.put(made(7, 2, value=2.0, is_kept=True))
     assert not shelf.put(made(7, 1, value=1.0, is_kept=True))
     assert shelf.get(7).weights[0] == 2.0
-    assert (shelf.get(7).generation, shelf.get(7).is_kept, shelf.num_refused) == (2, True, 1)
+    assert (shelf.get(7).progress.generation, shelf.get(7).is_kept) == (2, True)
+    assert shelf.num_refused == 1
 
 
 @pytest.mark.parametrize("round", [5, 6, 7, 8, 100])
@@ -37,7 +40,7 @@ def test_a_snapshot_of_an_older_generation_is_refused_whatever_its_round(round):
     shelf.put(made(7, 2))
     assert not shelf.put(made(round, 1, value=1.0))
     assert shelf.rounds() == (6, 7)
-    assert shelf.newest().generation == 2
+    assert shelf.newest().progress.generation == 2
     assert shelf.num_refused == 1
 
 
@@ -46,7 +49,7 @@ def test_a_generation_begins_without_the_rounds_that_nobody_goes_on_from():
     shelf = SnapshotShelf()
     shelf.put(made(6, 1))
     shelf.put(made(7, 1, value=1.0, is_kept=True))
-    assert shelf.begin(2, 6).round == 6
+    assert shelf.begin(2, 6).progress.round == 6
     assert shelf.rounds() == (6,)
     shelf.put(made(7, 2, value=2.0))
     assert not shelf.get(7).is_kept, "that it was kept was said of the other"
@@ -56,7 +59,7 @@ def test_a_center_that_has_lost_the_round_of_a_generation_holds_what_it_has():
     shelf = SnapshotShelf()
     shelf.put(made(9, 1))
     assert shelf.begin(2, 6) is None
-    assert shelf.newest().round == 9
+    assert shelf.newest().progress.round == 9
 
 
 def test_the_copy_that_the_controller_goes_on_from_counts_although_its_generation_is_over():

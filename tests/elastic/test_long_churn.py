@@ -96,7 +96,7 @@ def test_in_half_a_day_of_replacements_the_center_holds_no_more():
     entered, sequences = dict.fromkeys(members, 1), dict.fromkeys(members, 0)
     size = ensemble.flat.num_parameters
     for worker_id in members:
-        service.coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
+        service.enter(MessageId(worker_id, 1, 0, 0), 0)
     num_changes = HOURS * 120
     for number in range(num_changes):
         for worker_id in members:
@@ -113,9 +113,9 @@ def test_in_half_a_day_of_replacements_the_center_holds_no_more():
         members.append(newcomer)
         entered[newcomer], sequences[newcomer] = generation, 0
         service.change(Membership(generation, tuple(members)), [])
-        service.coordinator.enter(MessageId(newcomer, generation, 0, 0), 0)
-        service.coordinator.take_due()
-        service.coordinator.take_records()
+        service.enter(MessageId(newcomer, generation, 0, 0), 0)
+        service.coordinator.pop_due()
+        service.coordinator.pop_records()
         if number % 20 == 0:
             windows.look(HOURS * number / num_changes, lambda: num_held(service))
     assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
@@ -187,7 +187,7 @@ def test_replicas_are_kept_for_those_who_come_and_for_no_others():
     ended = stage.end("left", 6, "w2", generation=1)
     assert ("hand_in", "w2") in stage.step(*ended, Changed())
     stage.step(HandedIn("w2", {"replica": "w2"}))
-    assert worker_pool._legacies == [{"replica": "w2"}]
+    assert worker_pool._handed_in == [{"replica": "w2"}]
     worker_pool.remove("w4")  # who would have taken it
     worker_pool.note_handed_in("w3", {"replica": "w3"})
     assert ("forget", {"replica": "w3"}) in stage.worker_group.told

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from own_loops import Threads, settings
+from user_loops import Threads, settings
 
 from raydl.config import MethodConfig
 from raydl.core.methods import METHODS
@@ -148,7 +148,7 @@ def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left
 def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
     gathering = Gathering((1, 1))
     gathering.come("w0")
-    gathering.rendezvous.take_center()
+    gathering.rendezvous.note_center()
     gathering.pass_s(LEASE_S)
     call = gathering.poll("w1")
     assert (call.source, call.age) == (None, NO_COPY)
@@ -182,8 +182,8 @@ def test_who_dies_at_the_door_is_not_waited_for():
 
 def test_ids_are_never_used_again():
     rendezvous = Gathering((1, 1)).rendezvous
-    assert [rendezvous.name_one(wish) for wish in (None, "w1", "w1", None)][:2] == ["w0", "w1"]
-    names = [rendezvous.name_one(wish) for wish in ("a", "a", None, None, "w1")]
+    assert [rendezvous.new_worker_id(wish) for wish in (None, "w1", "w1", None)][:2] == ["w0", "w1"]
+    names = [rendezvous.new_worker_id(wish) for wish in ("a", "a", None, None, "w1")]
     assert names[0] == "a"
     assert len({*names, "w0", "w1"}) == 7
 
@@ -198,23 +198,23 @@ def by_messages(num_workers):
 def test_by_messages_the_others_stay_as_they_are():
     gathering = by_messages((2, 3))
     gathering.come("w0", "w1")
-    gathering.rendezvous.take_center()
+    gathering.rendezvous.note_center()
     call = gathering.poll("w2")
     assert call.generation == 2
     assert call.membership.worker_ids == ("w0", "w1", "w2")
     assert gathering.hear("w0", 1) is Signal.GO_ON
     gathering.rendezvous.leave_rendezvous("w0", 1)
     assert gathering.rendezvous.membership.worker_ids == ("w1", "w2")
-    assert [m.generation for m in gathering.rendezvous.take_changes()] == [1, 2, 3]
+    assert [m.generation for m in gathering.rendezvous.pop_changes()] == [1, 2, 3]
 
 
 def test_by_messages_who_comes_again_leaves_and_enters():
     gathering = by_messages((2, 2))
     gathering.come("w0", "w1")
-    gathering.rendezvous.take_center()
+    gathering.rendezvous.note_center()
     call = gathering.poll("w0", 1)
     assert call.generation == 3
-    assert [m.worker_ids for m in gathering.rendezvous.take_changes()] == [
+    assert [m.worker_ids for m in gathering.rendezvous.pop_changes()] == [
         ("w0", "w1"), ("w1",), ("w1", "w0")
     ]  # fmt: skip
 
@@ -222,7 +222,7 @@ def test_by_messages_who_comes_again_leaves_and_enters():
 def test_by_messages_who_is_silent_is_out_and_hears_so_when_it_comes_back():
     gathering = by_messages((1, 2))
     gathering.come("w0")
-    gathering.rendezvous.take_center()
+    gathering.rendezvous.note_center()
     gathering.come("w1")
     gathering.pass_s(LEASE_S, w1=2)
     assert gathering.rendezvous.membership.worker_ids == ("w1",)

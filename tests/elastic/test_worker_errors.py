@@ -299,7 +299,7 @@ def test_an_error_in_a_step_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_p
         run(folder, raises, {100}, method=method).fit()
     assert any(entry.name == "raises" for entry in error.traceback), "not the user's own line"
     store = CheckpointStore(Storage(str(folder)))
-    kept = store.read()[0].num_samples
+    kept = store.read()[0].progress.num_samples
     # The steps before it, but for those of the round that was under way; 23 steps are an epoch.
     assert 95 <= kept * 23 / 1438 <= 99.5
     result = run(folder, raises, {}, method=method, resume=True).fit()
@@ -595,7 +595,7 @@ def test_an_error_of_the_users_own_leaves_a_checkpoint_and_its_own_traceback(
         r"w\d raised ZeroDivisionError: my own mistake: stopping after this round", done.stdout
     )
     kept = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0]
-    assert kept.num_samples >= 16 * 32
+    assert kept.progress.num_samples >= 16 * 32
 
 
 def test_a_lost_score_for_want_of_memory_is_asked_for_again():

@@ -1,7 +1,10 @@
 """Scores of a given accuracy."""
 
+from raydl.core.progress import Progress
 from raydl.core.worker_group import Evaluated
 
 
 def accuracy_of(value, round=1, **more):
-    return Evaluated(round, 0, 10 * round, 1.0, {"accuracy": value}, **more)
+    return Evaluated(
+        Progress(round=round, num_samples=10 * round, seconds=1.0), {"accuracy": value}, **more
+    )

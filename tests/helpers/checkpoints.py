@@ -3,6 +3,7 @@
 import torch
 
 from raydl.checkpoint.store import Checkpoint
+from raydl.core.progress import Progress
 from raydl.core.saved_state import SavedState
 from raydl.storage import Storage
 
@@ -10,12 +11,10 @@ from raydl.storage import Storage
 def make_checkpoint(round, value=1.0):
     optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1, momentum=0.9).state_dict()
     return Checkpoint(
-        round=round,
-        generation=2,
-        num_samples=10 * round,
+        progress=Progress(round=round, generation=2, epoch=1.0, num_samples=10 * round),
         seconds=1.5,
         center={"linear.weight": torch.full((2, 3), value), "linear.bias": torch.zeros(2)},
-        state={"epoch": 1, "ledger": {"free": [[0, 3]]}, "optimizer": optimizer},
+        state={"ledger": {"free": [[0, 3]]}, "optimizer": optimizer},
         workers={"w0": {"weights": torch.arange(8.0)}, "w1": {"weights": torch.ones(8)}},
     )
 

@@ -23,7 +23,7 @@ from raydl.data.samples import as_they_are
 from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.server import CenterServer, make_shard
 from raydl.tasks import Classification, DataShape
-from raydl.worker.in_process import LocalCenterClient, LocalGroup
+from raydl.worker.in_process import HERE, LocalCenterClient, LocalGroup
 from raydl.worker.loop import Worker
 
 SHAPE = DataShape((1, 4, 4), 3)
@@ -56,7 +56,7 @@ class Ensemble:
         task: Any = None,
         has_neighbours: bool = False,
     ) -> None:
-        self.has_neighbours = has_neighbours
+        self.node = HERE if has_neighbours else None
         self.images = images or tiny_images()
         self.config, self.num_workers = config, num_workers
         has_pictures = isinstance(self.images, ImageSet)
@@ -73,20 +73,20 @@ class Ensemble:
         self.first = first_snapshot(self.flat, self.images.num_samples)
         order = self.images.order(self.config.training.seed)
         self.job = Job(self.config, resolve(self.config), task, self.images.shape, order)
-        untrained = self.flat.untrained.arrays()
+        non_trainable = self.flat.non_trainable.arrays()
         self.workers = [
             Worker(
                 self.job,
                 f"w{i}",
                 batches=self.batches,
                 publish=self._publish,
-                untrained=untrained,
+                non_trainable=non_trainable,
             )
             for i in range(self.num_workers)
         ]
 
     def _publish(self, snapshot: Snapshot) -> None:
-        self.published[snapshot.round] = snapshot
+        self.published[snapshot.progress.round] = snapshot
 
     def join(
         self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None
@@ -117,16 +117,15 @@ class Ensemble:
         return self
 
     def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalCenterClient:
-        self.service = CenterServer(self.job, snapshot, has_neighbours=self.has_neighbours)
+        self.service = CenterServer(self.job, snapshot, node=self.node)
         num_shards = self.job.config.exchange.center_shards
         self.others = [
-            make_shard(self.job, snapshot, i, None, has_neighbours=self.has_neighbours)
-            for i in range(1, num_shards)
+            make_shard(self.job, snapshot, i, None, node=self.node) for i in range(1, num_shards)
         ]
         self.service.begin_generation(membership)
         for shard in self.others:
             shard.begin_generation(membership)
-        return LocalCenterClient([self.service, *self.others], self.service.coordinator)
+        return LocalCenterClient(self.service, self.others)
 
     def now(self) -> Any:
         """Return the center's weights between two rounds."""
@@ -138,7 +137,7 @@ class Ensemble:
         """Return the center as it is."""
         if self.job.method.is_sync:
             return self.newest
-        return self.service.snapshot(Due(0, False), lambda: [s.state() for s in self.others])
+        return self.service.snapshot(lambda: [s.state() for s in self.others], Due(0, False))
 
     def run(self, rounds: int | None = None) -> list[Outcome]:
         """Run all workers for some rounds, or to their end; raise what any of them raised."""

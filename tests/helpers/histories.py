@@ -199,7 +199,7 @@ class History:
         members, size = membership.worker_ids, self.job.config.method.group_size
         group = LocalGroup(len(members), timeout_s=30.0, generation=self.generation)
         shared = [LocalGroup(size, timeout_s=30.0) for _ in range(len(members) // size)]
-        first = self.snapshot.round
+        first = self.snapshot.progress.round
         for rank, worker_id in enumerate(members):
             miss = missed.get(worker_id)
             transport = Transport(group.member(rank), miss and (first + miss[0], miss[1]))
@@ -215,7 +215,7 @@ class History:
                     batches=self.watched[worker_id],
                     publish=self._publish,
                     before_step=self._before_step,
-                    untrained=self.flat.untrained.arrays(),
+                    non_trainable=self.flat.non_trainable.arrays(),
                 )
 
     def _before_step(self, worker_id, *, round, **_):
@@ -304,7 +304,7 @@ def assert_same(one: Any, other: Any) -> None:
         for a, b in zip(one, other, strict=True):
             assert_same(a, b)
     elif hasattr(one, "weights"):
-        assert one.round == other.round
+        assert one.progress.round == other.progress.round
         assert_same(one.weights, other.weights)
         assert_same(one.buffers, other.buffers)
         assert_same(one.optimizer, other.optimizer)

@@ -4,10 +4,10 @@ import torch
 from message_jobs import message_job as job
 
 from raydl.core.membership import Membership
+from raydl.core.non_trainable import NonTrainableState
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
 from raydl.core.rules import Elastic
-from raydl.core.untrained import UntrainedState
 from raydl.parameter_server.client import ClientSession
 from raydl.parameter_server.protocol import (
     NOTHING,
@@ -16,6 +16,7 @@ from raydl.parameter_server.protocol import (
 )
 from raydl.parameter_server.shard import Shard
 from raydl.parameter_server.shared_memory import MappedCell, MappedExchange
+from raydl.worker.in_process import HERE
 
 
 class Orderly:
@@ -46,7 +47,8 @@ def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0",
         rule=rule or Elastic(0.5),
         make_optimizer=make_optimizer(job("async-easgd").optimizer),
         is_locked=is_locked,
-        shared_s=timeout_s,
+        node=HERE,
+        lock_timeout_s=timeout_s,
     )
     shard.begin_generation(Membership(1, workers))
     return shard
@@ -54,10 +56,10 @@ def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0",
 
 def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
     """Return a worker's exchange with a center of its node, as another process would have it."""
-    [(span, address)] = shard.shared_cells(worker_id).items()
+    [(span, address)] = shard.shared_cells(worker_id, HERE).items()
     cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    session = ClientSession(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
-    session.take_assignment(ASSIGNMENT)
+    session = ClientSession(worker_id, 1, 0, NonTrainableState("", {}), ledger={}, ledger_round=0)
+    session.set_assignment(ASSIGNMENT)
     return MappedExchange(
         cell,
         address.slot,

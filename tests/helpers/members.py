@@ -5,11 +5,14 @@ import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 
+import ray.util.collective.collective as ray_api
 from ray.exceptions import GetTimeoutError
+from ray.util import collective
 
-from raydl.collective import ray_collective as collective
-from raydl.collective.ray_collective import CollectiveGroup, GroupAddress, RayGroup
-from raydl.collective.store import StoreServer
+from raydl.collective import ray_collective
+from raydl.collective.key_store import StoreServer
+from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
+from raydl.collective.roll_call import RollCall
 
 HOST = "127.0.0.1"
 
@@ -45,13 +48,13 @@ class Center:
 
     def _set(self, *arguments):
         if self.lost is None:
-            self.server.set(*arguments)
+            self.server.set_key(*arguments)
 
     def _wait(self, run_id, generation, keys, timeout_s):
         self.asked.append((keys, timeout_s))
         if self.lost is not None:
             raise self.lost
-        return self.server.wait(run_id, generation, keys, timeout_s)
+        return self.server.wait_for_keys(run_id, generation, keys, timeout_s)
 
 
 class FakeRay:
@@ -73,41 +76,42 @@ class FakeRay:
         return self.runtime
 
 
-class FakeGroups:
-    """Ray's groups by name, those of each thread for themselves."""
-
-    def __init__(self):
-        self._mine = threading.local()
-        self.destroyed = []
-
-    def is_backend_available(self, name):
-        return True
-
-    def init_collective_group(self, world_size, rank, backend, group_name):
-        assert backend == RayGroup.backend()
-        vars(self._mine)[group_name] = RayGroup(world_size, rank, group_name)
-
-    def get_group_handle(self, group_name):
-        return vars(self._mine)[group_name]
-
-    def destroy_collective_group(self, group_name):
-        vars(self._mine).pop(group_name).destroy_group()
-        self.destroyed.append(group_name)
+def no_actor(name):
+    raise ValueError(name)
 
 
 class Ranks:
-    """Members of a generation, each in one thread of its own."""
+    """Members of a generation, each in one thread of its own.
 
-    def __init__(self, num_workers, monkeypatch, *, timeout_s=20.0):
-        self.center, self.ray, self.names = Center(), FakeRay(), FakeGroups()
-        monkeypatch.setattr(collective, "ray", self.ray)
-        monkeypatch.setattr(collective, "collective", self.names)
-        self.address = GroupAddress("run", 7, "cpu", timeout_s)
+    Ray knows groups by a name for each process, so that here each rank has a name of its own.
+
+    Args:
+        roll_call: the group is a user's: failures name the members that are missing.
+    """
+
+    def __init__(self, num_workers, monkeypatch, *, timeout_s=20.0, device="cpu", roll_call=False):
+        self.center, self.ray = Center(), FakeRay()
+        monkeypatch.setattr(ray_collective, "ray", self.ray)
+        monkeypatch.setattr(ray_api, "_check_inside_actor", lambda: None)
+        monkeypatch.setattr(ray_api, "ray", types.SimpleNamespace(get_actor=no_actor))
+        ray_collective.register()  # before there are threads that could do it twice
+        self.address = GroupAddress("run", 7, device, timeout_s)
         self.worker_ids = tuple(f"w{rank}" for rank in range(num_workers))
         self.abandoned = [threading.Event() for _ in self.worker_ids]
         self.groups = {}
+        self.lost = []
+        """The ranks whose processes have ended, as Ray says."""
+        self._has_roll_call = roll_call
         self._threads_before = set(threading.enumerate())
         self._threads = [ThreadPoolExecutor(1) for _ in self.worker_ids]
+
+    def name(self, rank):
+        """Return the name by which Ray knows a rank's group."""
+        return f"{id(self)} {rank}"
+
+    def is_known(self, rank):
+        """Return whether Ray knows a rank's group."""
+        return collective.is_group_initialized(self.name(rank))
 
     def begin(self, rank, act, *arguments, **more):
         """Let a rank act; return the result to come."""
@@ -123,10 +127,23 @@ class Ranks:
                 rank,
                 center=self.center,
                 abandoned=self.abandoned[rank],
+                name=self.name(rank),
+                roll_call=self._roll_call(rank) if self._has_roll_call else None,
                 **more,
             )
 
         return self.begin(rank, formed)
+
+    def _roll_call(self, rank):
+        return RollCall(
+            "ring",
+            self.address.generation,
+            self.worker_ids,
+            rank,
+            store=CenterStore(self.center, self.address, len(self.worker_ids)),
+            timeout_s=self.address.timeout_s,
+            has_ended=lambda rank: rank in self.lost,
+        )
 
     def form_all(self, **more):
         for forming in [self.form(rank, **more) for rank in range(len(self.worker_ids))]:
@@ -138,10 +155,16 @@ class Ranks:
         found = [self.begin(rank, act, group) for rank, group in sorted(self.groups.items())]
         return [each.result(timeout=60.0) for each in found]
 
+    def by_ray(self, act):
+        """Return what each rank makes of the name of its group."""
+        found = [self.begin(rank, act, self.name(rank), rank) for rank in sorted(self.groups)]
+        return [each.result(timeout=60.0) for each in found]
+
     def close(self):
         """Leave what is not left; no thread stays behind."""
-        for group in self.groups.values():
-            group._group.abort()
+        for rank, group in self.groups.items():
+            if self.is_known(rank):
+                collective.destroy_collective_group(self.name(rank))
             if group.adaptive:
                 group.adaptive.close()
         for thread in self._threads:

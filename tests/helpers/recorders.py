@@ -11,6 +11,7 @@ from raydl.checkpoint.totals import Totals
 from raydl.config import TrainConfig, TrainingConfig
 from raydl.core.center import first_snapshot
 from raydl.core.flat import FlatModel
+from raydl.core.progress import Progress
 from raydl.core.reports import Record, WorkerReport
 from raydl.core.worker_group import Collected, Evaluated
 from raydl.data.loader import LeftOut
@@ -63,9 +64,9 @@ class FakeStore:
         self.bad, self.written = bad, []
 
     def write(self, checkpoint):
-        if checkpoint.round in self.bad:
+        if checkpoint.progress.round in self.bad:
             raise CheckpointError("runs/x", "could not be written: disk full")
-        self.written.append(checkpoint.round)
+        self.written.append(checkpoint.progress.round)
 
 
 def flat_model():
@@ -94,18 +95,16 @@ def make_recorder(
 
 
 def collected_round(round):
-    snapshot = dataclasses.replace(first_snapshot(flat_model(), 10), round=round)
+    snapshot = dataclasses.replace(first_snapshot(flat_model(), 10), progress=Progress(round=round))
     return Collected(snapshot, {"w0": {"x": np.ones(2)}})
 
 
 def record_at(num_samples):
     return Record(
-        round=2,
-        generation=1,
+        progress=Progress(
+            round=2, generation=1, epoch=0.5, num_samples=num_samples, local_step=2, seconds=1.0
+        ),
         num_workers=1,
-        epoch=0.5,
-        num_samples=num_samples,
-        local_step=2,
         lr=0.1,
         loss=0.7,
         distance=0.2,
@@ -113,7 +112,6 @@ def record_at(num_samples):
         exchange_bytes=40,
         staleness=0.0,
         period=10.0,
-        trained_s=1.0,
         at_s=time.monotonic(),
     )
 
@@ -146,7 +144,11 @@ def report_of(
 
 
 def score_at(num_samples, predicted):
-    return Evaluated(1, 0, num_samples, 1.0, {"accuracy": 0.9, "loss": 0.3}, predicted)
+    return Evaluated(
+        Progress(round=1, num_samples=num_samples, seconds=1.0),
+        {"accuracy": 0.9, "loss": 0.3},
+        predicted,
+    )
 
 
 def parts(**seconds):

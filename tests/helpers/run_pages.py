@@ -4,6 +4,7 @@ import dataclasses
 import json
 from html.parser import HTMLParser
 
+from raydl.core.progress import Progress
 from raydl.run.status import RunStatus, to_json
 from raydl.tools.report.facts import RunFacts
 
@@ -45,8 +46,9 @@ def write_run(folder, *, state="finished", result=None, config=CONFIG):
     values = {"config": config, "versions": {"torch": "2"}, "commit": None}
     (folder / "config.json").write_text(json.dumps(values))
     status = RunStatus(
-        state=state, generation=1, num_workers=2, wanted="2", round=9, epoch=0.5,
-        num_samples=1234, seconds=6.0, center_accuracy=0.75, workers=(), events=(), told_at=0.0,
+        state=state, num_workers=2, wanted="2",
+        progress=Progress(generation=1, round=9, epoch=0.5, num_samples=1234, seconds=6.0),
+        center_accuracy=0.75, workers=(), events=(), told_at=0.0,
     )  # fmt: skip
     (folder / "status.json").write_bytes(to_json(status))
     if result is not None:

@@ -16,6 +16,7 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.core.methods import resolve
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.worker_group import (
     Collected,
@@ -92,7 +93,7 @@ def check(worker_group, controller, recorder, scaling):
     assert all(low <= m.num_workers <= scaling.max_workers for m in worker_group.memberships)
     assert recorder.checkpoints or not numbers, "the last state is always written"
     if controller.outcome is Outcome.FINISHED:
-        assert recorder.checkpoints[-1].snapshot.round >= worker_group.last_round - 1
+        assert recorder.checkpoints[-1].snapshot.progress.round >= worker_group.last_round - 1
 
 
 POLL_S = 0.25
@@ -263,7 +264,7 @@ class SimulatedGroup:
             if life != self.life or not self.rounds or self.random.random() < 0.1 * self.is_wild:
                 self.events.append(GaveUp("evaluation", "the center went away"))
             else:
-                self.events.append(Evaluated(max(self.rounds), 1, 1, 1.0, {}))
+                self.events.append(Evaluated(Progress(round=max(self.rounds)), {}))
 
         self._after((0, 8), score)
 

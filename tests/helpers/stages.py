@@ -14,6 +14,7 @@ from raydl.config import (
 )
 from raydl.core.center import Snapshot
 from raydl.core.methods import resolve
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.worker_group import (
     Changed,
@@ -31,15 +32,14 @@ from raydl.faults import FaultPlan
 BOTH = pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
 
 
+def progress_at(round, epoch=0.0):
+    return Progress(round=round, generation=1, epoch=epoch, num_samples=round, local_step=round)
+
+
 def snapshot(round, epoch=0):
     empty = np.empty(0, np.float32)
     return Snapshot(
-        round=round,
-        generation=1,
-        epoch=epoch,
-        num_samples=round,
-        local_step=round,
-        seconds=0.0,
+        progress=progress_at(round, epoch),
         is_kept=False,
         weights=empty,
         buffers=empty,
@@ -50,12 +50,8 @@ def snapshot(round, epoch=0):
 
 def record(round, epoch=0.0):
     return Record(
-        round=round,
-        generation=1,
+        progress=progress_at(round, epoch),
         num_workers=2,
-        epoch=epoch,
-        num_samples=round,
-        local_step=round,
         lr=0.1,
         loss=1.0,
         distance=0.0,
@@ -63,7 +59,6 @@ def record(round, epoch=0.0):
         exchange_bytes=0,
         staleness=0.0,
         period=1.0,
-        trained_s=0.0,
         at_s=0.0,
     )
 
@@ -78,7 +73,7 @@ def collected(round, *worker_ids, epoch=0):
 
 
 def scored(round):
-    return Evaluated(round, 5, round, 1.0, {"accuracy": 0.5})
+    return Evaluated(progress_at(round, 5.0), {"accuracy": 0.5})
 
 
 class FakeWorkerGroup:

@@ -42,7 +42,7 @@ def test_a_run_without_a_place_is_kept_in_the_heads_home_under_a_name_that_stays
         "exec python -m raydl train --epochs 2 "
         '--run-dir "$HOME"/raydl-runs/sync-easgd-lenet-20261121-150000'
     )
-    assert "--run-name sync-easgd-lenet-20261121-150000 and --resume" in plan.how_to_go_on
+    assert "--run-name sync-easgd-lenet-20261121-150000 and --resume" in plan.how_to_continue
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_run_is_kept_where_every_later_job_finds_it(words, place, folder):
     plan = plan_of(*words)
     assert plan.place == place
     assert plan.options.endswith(f" --run-dir {folder}")
-    assert plan.how_to_go_on == "the same command with --resume"
+    assert plan.how_to_continue == "the same command with --resume"
 
 
 def test_the_command_means_what_was_asked_for():
@@ -119,7 +119,7 @@ def test_the_job_brings_raydl_itself_and_time_for_its_last_checkpoint():
 
 
 def test_ray_itself_and_extras_are_not_installed_for_a_job():
-    asked = ["numpy>=1.26", "ray[default]>=2.60", "tyro", 'matplotlib>=3.8; extra == "report"']
+    asked = ["numpy>=1.26", "ray[default]>=2.60", "tyro", 'mutmut>=3.8; extra == "mutants"']
     assert without_ray(asked) == ["numpy>=1.26", "tyro"]
 
 

@@ -112,7 +112,11 @@ def test_a_lost_driver_is_sent_again_to_go_on_and_each_loss_is_one_line():
     jobs = FakeJobs(RUNNING, KILLED, JobState(UNKNOWN), RUNNING, DONE)
     told = Told(jobs, retries=3)
     assert told.submitter.run() == 0
-    assert [c.split()[3] for c in jobs.commands] == ["raydl", "raydl.cli.again", "raydl.cli.again"]
+    assert [c.split()[3] for c in jobs.commands] == [
+        "raydl",
+        "raydl.cli.resume_job",
+        "raydl.cli.resume_job",
+    ]
     assert sum("sending it again" in line for line in told.said) == 2
     assert "the driver was killed (SIGKILL)" in told.said[1]
     assert "retries left: 2" in told.said[1]

@@ -6,7 +6,6 @@ import re
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from disks import fill
 from old_runs import grow_old
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,12 +18,12 @@ from raydl.metrics import (
     TIME_PARTS,
     Forgiving,
     MembershipTable,
+    StackHistory,
     Tee,
     TensorBoardWriter,
     tag_of,
     time_values,
 )
-from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.metrics.tensorboard import make_layout
 from raydl.ray_backend import ray_metrics
 from raydl.ray_backend.ray_metrics import EXPORTED, RayMetrics, exported_name
@@ -70,20 +69,6 @@ def test_the_heights_of_the_stack_by_hand():
     assert values["time_stacked/replica_update"] == 5.0
     assert values["time_stacked/data_io"] == 5.0
     assert values["time_stacked/initialization"] == 7.0
-
-
-def test_the_picture_of_the_stack_has_each_colour_as_high_as_its_seconds():
-    parts = {**dict.fromkeys(TIME_PARTS, 0.0), "forward_backward": 3.0, "data_io": 1.0}
-    pixels = draw_stack([(0, parts), (1000, parts)])
-    assert (pixels.dtype, pixels.shape) == (np.uint8, (348, 440, 3))
-
-    def height(part):
-        color = [int(STACK[part][i : i + 2], 16) for i in (1, 3, 5)]
-        return int((pixels[:, 240] == color).all(axis=1)[:236].sum())
-
-    # Of 210 pixels; edges are smoothed over some of them.
-    assert height("forward_backward") == pytest.approx(210 * 3 / 4, abs=6)
-    assert height("data_io") == pytest.approx(210 * 1 / 4, abs=6)
 
 
 def test_a_history_of_any_length_stays_bounded_and_keeps_its_newest_point():

@@ -8,6 +8,7 @@ from old_runs import grow_old
 from recorders import FakeStore as Store
 from recorders import make_recorder as make
 from recorders import record_at, report_of, score_at
+from snapshots import with_progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PageAccumulator,
@@ -16,8 +17,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 from raydl import cli
 from raydl.core.membership import Membership
 from raydl.elastic.state import State
-from raydl.metrics import TIME_PARTS, TensorBoardWriter
-from raydl.metrics.stack_picture import StackHistory
+from raydl.metrics import TIME_PARTS, StackHistory, TensorBoardWriter
 from raydl.metrics.tensorboard import make_layout
 from raydl.tools.report.events import read_history
 
@@ -53,7 +53,7 @@ def went_back(folder, store=None):
     recorder.event("generation 2: the center is back")
     recorder.formed(Membership(2, ("w1",)), "the center is back")
     for num_samples in (25, 35):
-        record = replace(record_at(num_samples), generation=2, loss=0.1)
+        record = replace(with_progress(record_at(num_samples), generation=2), loss=0.1)
         recorder.record(record, {"w1": report_of("w1", local_step=num_samples)})
     recorder.evaluated(replace(score_at(35, ()), metrics={"accuracy": 0.9}))
     recorder.close()

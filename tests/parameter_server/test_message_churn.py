@@ -43,7 +43,7 @@ def test_what_a_lost_worker_had_claimed_is_trained_by_the_others():
     assert spans_of(settle(coordinator, "w0")) == [(10, 20)]
     assert spans_of(settle(coordinator, "w0")) == [(20, 30)]
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
-    assert coordinator.state()["num_samples"] == 30
+    assert coordinator.state()["progress"].num_samples == 30
 
 
 def test_the_assignment_of_those_who_stay_are_not_disturbed():
@@ -73,9 +73,9 @@ def test_records_and_snapshots_are_of_the_membership_of_now():
     change(coordinator, 5, "w0", "w2")
     now[0] = 1.0
     settle(coordinator, "w0")
-    (record,) = coordinator.take_records()
-    assert (record.generation, record.num_workers) == (5, 2)
-    assert coordinator.state()["generation"] == 5
+    (record,) = coordinator.pop_records()
+    assert (record.progress.generation, record.num_workers) == (5, 2)
+    assert coordinator.state()["progress"].generation == 5
 
 
 def test_a_newcomer_begins_where_the_others_are():
@@ -86,13 +86,15 @@ def test_a_newcomer_begins_where_the_others_are():
     for local_step in (2, 4, 6):
         settle(coordinator, "w0", local_step=local_step)
     change(coordinator, 2, "w0", "w2")
-    assert coordinator.state()["local_step"] == 4  # w1, who was to enter, has taken 0, then 3
+    assert (
+        coordinator.state()["progress"].local_step == 4
+    )  # w1, who was to enter, has taken 0, then 3
     change(coordinator, 3, "w2")
-    coordinator.take_records()
+    coordinator.pop_records()
     enter(coordinator, "w2", generation=2)
     now[0] = 1.0
     settle(coordinator, "w2", generation=2)
-    (record,) = coordinator.take_records()
+    (record,) = coordinator.pop_records()
     assert record.staleness == 0
 
 
@@ -138,7 +140,7 @@ def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_count
     assert coordinator.num_refused == 3
     coordinator.end_turn(MessageId("w1", 1, 0, 3))  # these two are of no consequence
     leave(coordinator, "w1")
-    assert coordinator.state()["num_samples"] == 0
+    assert coordinator.state()["progress"].num_samples == 0
     assert shard.exchange(settling("w0", 1, [1, 2])).assignment.num_done == 10
 
 
@@ -156,7 +158,7 @@ def test_a_message_of_an_earlier_life_is_refused():
     )
     assert settle(coordinator, "w1", generation=1) is None
     assert (shard.num_refused, coordinator.num_refused) == (1, 1)
-    assert coordinator.state()["num_samples"] == 0
+    assert coordinator.state()["progress"].num_samples == 0
     # Its new life counts its messages anew.
     assert not shard.exchange(request("w1", 0, [1, 2], generation=3)).refusal
     assert settle(coordinator, "w1", generation=3).num_done == 10
@@ -262,10 +264,10 @@ def test_a_dismissed_worker_leaves_while_the_others_go_on():
     assignment = settle(coordinator, "w1")
     assert (assignment.outcome, spans_of(assignment), assignment.num_done) == (Outcome.LEFT, [], 20)
     leave(coordinator, "w1")
-    assert coordinator.take_due() == []  # the run goes on
+    assert coordinator.pop_due() == []  # the run goes on
     change(coordinator, 2, "w0")
     assert settle(coordinator, "w0").outcome is Outcome.GO_ON
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
 
 
 def test_when_only_dismissed_workers_were_left_the_run_has_not_ended():
@@ -274,7 +276,7 @@ def test_when_only_dismissed_workers_were_left_the_run_has_not_ended():
         coordinator.dismiss(worker_id)
         assert enter(coordinator, worker_id).outcome is Outcome.LEFT
         leave(coordinator, worker_id)
-    (due,) = coordinator.take_due()
+    (due,) = coordinator.pop_due()
     assert not due.is_kept
     assert not coordinator.is_complete()
 
@@ -292,9 +294,9 @@ def test_a_checkpoint_is_due_when_the_worker_it_waited_for_is_lost():
     enter(coordinator, "w1")
     coordinator.vote(1, checkpoint=1.0)
     number = settle(coordinator, "w0").keep
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     change(coordinator, 2, "w0")
-    assert coordinator.take_due() == [Due(number, True)]
+    assert coordinator.pop_due() == [Due(number, True)]
     assert settle(coordinator, "w0").keep is None
 
 
@@ -305,9 +307,9 @@ def test_a_checkpoint_that_only_lost_workers_knew_of_is_told_to_the_others():
     coordinator.vote(1, checkpoint=1.0)
     number = settle(coordinator, "w0").keep
     change(coordinator, 2, "w1")
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     assert settle(coordinator, "w1").keep == number
-    assert coordinator.take_due() == [Due(number, True)]
+    assert coordinator.pop_due() == [Due(number, True)]
 
 
 def test_the_last_snapshot_waits_for_nobody_who_is_lost():
@@ -317,12 +319,12 @@ def test_the_last_snapshot_waits_for_nobody_who_is_lost():
     settle(coordinator, "w1")
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
     leave(coordinator, "w0")
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     change(coordinator, 2, "w0")  # w1 is lost between its last answer and its leave
-    assert coordinator.take_due() == [Due(2, True)]
+    assert coordinator.pop_due() == [Due(2, True)]
     assert coordinator.is_complete()
     change(coordinator, 3, "w0")
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
 
 
 def test_a_run_whose_last_samples_were_lost_is_not_complete_until_others_train_them():
@@ -336,9 +338,9 @@ def test_a_run_whose_last_samples_were_lost_is_not_complete_until_others_train_t
     change(coordinator, 3, "w2")
     assert spans_of(enter(coordinator, "w2", generation=3)) == [(10, 20)]
     assert settle(coordinator, "w2", generation=3).outcome is Outcome.FINISHED
-    coordinator.take_due()
+    coordinator.pop_due()
     leave(coordinator, "w2", generation=3)
-    assert coordinator.take_due() == [Due(2, True)]
+    assert coordinator.pop_due() == [Due(2, True)]
     assert coordinator.is_complete()
 
 
@@ -486,4 +488,4 @@ def test_the_clock_of_a_run_stands_while_nobody_trains():
     assert enter(coordinator, "w2", generation=3).outcome is Outcome.STOPPED
     leave(coordinator, "w2", generation=3)
     now[0] = 300.0
-    assert coordinator.state()["seconds"] == 15.0
+    assert coordinator.state()["progress"].seconds == 15.0

@@ -101,8 +101,8 @@ def test_workers_come_and_go_while_the_others_train(
     assert joined.result(timeout=60) is Outcome.FINISHED
     assert run.coordinator.is_complete()
     state = run.coordinator.state()
-    assert (state["num_samples"], state["generation"]) == (10 * 96, 4)
-    assert [due.is_kept for due in run.coordinator.take_due()][-1]
+    assert (state["progress"].num_samples, state["progress"].generation) == (10 * 96, 4)
+    assert [due.is_kept for due in run.coordinator.pop_due()][-1]
     assert np.isfinite(run.ensemble.center().weights).all()
 
 
@@ -147,8 +147,9 @@ def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
     copy = run.workers["w0"].runner.strategy.snapshot(is_kept=False, local_step=6)
     assert np.array_equal(copy.weights, center.weights)
     assert np.array_equal(copy.buffers, center.buffers)
-    assert (copy.round, copy.num_samples) == (run.coordinator.version, center.num_samples)
-    assert (copy.epoch, copy.local_step, copy.optimizer) == (center.epoch, 6, {})
+    at, of_center = copy.progress, center.progress
+    assert (at.round, at.num_samples) == (run.coordinator.version, of_center.num_samples)
+    assert (at.epoch, at.local_step, copy.optimizer) == (of_center.epoch, 6, {})
 
 
 def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
@@ -158,7 +159,7 @@ def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
         run.workers["w0"].run_round()
     copy = run.workers["w0"].runner.strategy.snapshot(is_kept=True, local_step=6)
     assert np.array_equal(copy.weights, before.weights)
-    assert copy.num_samples == run.coordinator.state()["num_samples"]
+    assert copy.progress.num_samples == run.coordinator.state()["progress"].num_samples
     assert copy.is_kept
 
 
@@ -168,14 +169,14 @@ def test_a_center_made_again_from_a_worker_trains_what_was_claimed():
         run.workers[worker_id].run_round()
     copy = run.workers["w0"].runner.strategy.snapshot(is_kept=False, local_step=4)
     ledger = Ledger.from_state_dict(copy.ledger)
-    assert ledger.num_free == 96 - copy.num_samples, "what was claimed, too"
+    assert ledger.num_free == 96 - copy.progress.num_samples, "what was claimed, too"
     again = Open(job("async-easgd", epochs=1), num_workers=2, num_first=0)
     again.client = again.ensemble._open_center(copy, Membership(5, ("w1",)))
-    assert again.coordinator.version == copy.round
+    assert again.coordinator.version == copy.progress.round
     again.workers["w1"].join(Membership(5, ("w1",)), again.client, copy)
     again.go_on(10**6)
     assert again.run("w1") is Outcome.FINISHED
-    assert again.coordinator.state()["num_samples"] == 96
+    assert again.coordinator.state()["progress"].num_samples == 96
 
 
 def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):

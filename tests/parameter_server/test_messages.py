@@ -207,7 +207,7 @@ def test_staleness_counts_what_others_settled_in_between():
         settle(coordinator, worker_id)
     now[0] = 1.0
     settle(coordinator, "w0")
-    (record,) = coordinator.take_records()
+    (record,) = coordinator.pop_records()
     assert record.staleness == 3 / 5
 
 
@@ -224,15 +224,15 @@ def test_a_finished_run_assignment_everyone_to_leave_and_wants_one_kept_snapshot
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     last = settle(coordinator, "w1")
     assert last.outcome is Outcome.FINISHED
     coordinator.leave_generation(MessageId("w0", 1, 0, 9))
-    assert coordinator.take_due() == []  # a message of w1 to another shard may be on its way
+    assert coordinator.pop_due() == []  # a message of w1 to another shard may be on its way
     for _ in range(2):  # told twice, counted once
         coordinator.leave_generation(MessageId("w1", 1, 0, 9))
-    assert coordinator.take_due() == [Due(last.version, True)]
-    assert coordinator.state()["num_samples"] == 20
+    assert coordinator.pop_due() == [Due(last.version, True)]
+    assert coordinator.state()["progress"].num_samples == 20
 
 
 def test_a_checkpoint_is_due_when_everyone_was_told_to_keep_its_state():
@@ -243,9 +243,9 @@ def test_a_checkpoint_is_due_when_everyone_was_told_to_keep_its_state():
     number = settle(coordinator, "w0").keep
     assert number is not None
     assert settle(coordinator, "w0").keep is None  # told once
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     assert settle(coordinator, "w1").keep == number
-    assert coordinator.take_due() == [Due(number, True)]
+    assert coordinator.pop_due() == [Due(number, True)]
 
 
 def test_calls_that_are_repeated_are_answered_as_before():

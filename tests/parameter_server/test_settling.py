@@ -47,7 +47,7 @@ def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
     for worker_id in ("w0", "w1"):
         coordinator.leave_generation(MessageId(worker_id, 1, 0, 9))
     assert coordinator.is_complete()
-    assert coordinator.take_records()[-1].num_samples == 20
+    assert coordinator.pop_records()[-1].progress.num_samples == 20
 
 
 def test_a_finished_worker_that_is_lost_before_it_has_left_leaves_its_last_steps_to_others():
@@ -68,11 +68,13 @@ def test_a_checkpoint_counts_what_the_kept_states_have_trained():
     coordinator.vote(1, checkpoint=1.0)
     kept = settle(coordinator, "w0", num_trained=15)
     assert kept.keep is not None
-    assert coordinator.take_due() == [Due(kept.keep, True)]
-    assert coordinator.state()["num_samples"] == 15
-    assert coordinator.state(is_kept=True)["num_samples"] == 20  # not what it claimed since
+    assert coordinator.pop_due() == [Due(kept.keep, True)]
+    assert coordinator.state()["progress"].num_samples == 15
+    assert (
+        coordinator.state(is_kept=True)["progress"].num_samples == 20
+    )  # not what it claimed since
     settle(coordinator, "w0", num_trained=25)
-    assert coordinator.state(is_kept=True)["num_samples"] == 25
+    assert coordinator.state(is_kept=True)["progress"].num_samples == 25
 
 
 # Replicas that send weights go on from their own; all others become copies of the center.
@@ -86,7 +88,7 @@ def test_a_checkpoint_counts_unsent_steps_only_where_the_replica_goes_on_with_th
     coordinator.change(Membership(1, ("w0",)))
     coordinator.vote(1, checkpoint=1.0)
     assert settle(coordinator, "w0", num_trained=5).keep is not None
-    assert coordinator.state(is_kept=True)["num_samples"] == (10 if goes_on else 5)
+    assert coordinator.state(is_kept=True)["progress"].num_samples == (10 if goes_on else 5)
 
 
 @pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
@@ -98,8 +100,8 @@ def test_unsent_steps_of_a_leaving_worker_count_where_its_replica_goes_on(method
     coordinator.vote(1, **{vote: 1.0})
     assert settle(coordinator, "w0", num_trained=5).outcome is not Outcome.GO_ON
     coordinator.leave_generation(MessageId("w0", 1, 0, 9))
-    assert coordinator.state()["num_samples"] == (10 if goes_on else 5)
-    assert coordinator.take_records()[-1].num_samples == (10 if goes_on else 5)
+    assert coordinator.state()["progress"].num_samples == (10 if goes_on else 5)
+    assert coordinator.pop_records()[-1].progress.num_samples == (10 if goes_on else 5)
 
 
 def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
@@ -109,11 +111,11 @@ def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
     settle(coordinator, "w1")
     coordinator.dismiss("w0")
     assert settle(coordinator, "w0", num_trained=5).outcome is Outcome.LEFT
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     coordinator.leave_generation(
         MessageId("w0", 1, 0, 9)
     )  # the first epoch is complete with its last step
-    assert coordinator.take_due() == [Due(coordinator.version, False)]
+    assert coordinator.pop_due() == [Due(coordinator.version, False)]
 
 
 def test_a_vote_for_a_checkpoint_is_no_staleness():
@@ -127,7 +129,7 @@ def test_a_vote_for_a_checkpoint_is_no_staleness():
             coordinator.vote(1, checkpoint=1.0)
     now[0] = 1.0
     settle(coordinator, "w0")
-    (record,) = coordinator.take_records()
+    (record,) = coordinator.pop_records()
     assert record.staleness == 6 / 7  # each but the first one behind one other exchange
 
 
@@ -166,9 +168,9 @@ def test_a_snapshot_counts_no_sample_that_came_after_a_span_of_it_was_copied():
         ensemble.run(1)
         return []
 
-    snapshot = ensemble.service.snapshot(Due(0, False), others)
-    assert snapshot.num_samples == before["num_samples"]
-    assert ensemble.center().num_samples > snapshot.num_samples
+    snapshot = ensemble.service.snapshot(others, Due(0, False))
+    assert snapshot.progress.num_samples == before["progress"].num_samples
+    assert ensemble.center().progress.num_samples > snapshot.progress.num_samples
 
 
 def run_to_end(worker):
@@ -199,7 +201,7 @@ def test_no_sample_counts_that_nobody_has_trained(method, exchange, dies_at):
     ensemble.service.change(membership, [s.state() for s in ensemble.others])
     run_to_end(stays)
     assert ensemble.service.coordinator.is_complete()
-    assert ensemble.service.coordinator.state()["num_samples"] == 80
+    assert ensemble.service.coordinator.state()["progress"].num_samples == 80
     assert min(task.trained[n] for n in range(40)) >= 2
     # What it had trained and not sent is trained again: at most a round and its delay.
     assert sum(task.trained.values()) <= 80 + 2 * (3 + 1)

@@ -21,6 +21,7 @@ from raydl.errors import ExchangeTimeoutError
 from raydl.parameter_server.protocol import NOTHING, CellAddress, Completion, MessageId, Response
 from raydl.parameter_server.shard import Shard
 from raydl.parameter_server.shared_memory import MappedCell, open_cells
+from raydl.worker.in_process import HERE
 
 SOON_S = 5.0
 ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)
@@ -302,7 +303,7 @@ def test_what_the_optimizers_of_a_shard_remember_goes_to_another():
 
 def test_memory_is_where_the_shard_says_and_holds_the_center():
     cell = MappedCell.create(torch.tensor([1.0, 2.0]), is_locked=True, timeout_s=1.0)
-    cell.let_in({"w0": 3, "w1": 0})
+    cell.admit({"w0": 3, "w1": 0})
     addresses = [cell.address_for(worker_id) for worker_id in ("w0", "w1")]
     assert cell.address_for("w2") is None
     assert all(address.path.startswith(f"/proc/{os.getpid()}/fd/") for address in addresses)
@@ -311,25 +312,25 @@ def test_memory_is_where_the_shard_says_and_holds_the_center():
     opened.weights.add_(1.0)
     assert cell.weights.tolist() == [2.0, 3.0]
     assert [opened.entered(address.slot) for address in addresses] == [3, 0]
-    cell.let_in({"w1": 0, "w2": 4})
+    cell.admit({"w1": 0, "w2": 4})
     assert opened.entered(addresses[0].slot) in (None, 4)
     assert opened.entered(addresses[1].slot) == 0
     assert opened.entered(cell.address_for("w2").slot) == 4
-    cell.let_in({})
+    cell.admit({})
     assert [opened.entered(address.slot) for address in addresses] == [None, None]
 
 
 def test_memory_of_one_center_is_not_that_of_another_by_its_number():
     cells = [MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=1.0) for _ in range(2)]
     for cell in cells:
-        cell.let_in({"w0": 0})
+        cell.admit({"w0": 0})
     one_, other = (cell.address_for("w0") for cell in cells)
     assert one_.token != other.token
 
 
 def test_memory_that_is_not_what_was_meant_is_closed_again():
     cell = MappedCell.create(torch.zeros(2), is_locked=True, timeout_s=1.0)
-    cell.let_in({"w0": 0})
+    cell.admit({"w0": 0})
     address, before = cell.address_for("w0"), len(os.listdir("/proc/self/fd"))
     for size in (1, 3, 2000):
         assert MappedCell.open_address(address, size, is_locked=True, timeout_s=1.0) is None
@@ -342,7 +343,7 @@ def test_memory_that_is_not_what_was_meant_is_closed_again():
 def two():
     """The memory as two processes have it."""
     cell = MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=0.3)
-    cell.let_in({"w0": 0})
+    cell.admit({"w0": 0})
     return cell, MappedCell.open_address(cell.address_for("w0"), 1, is_locked=True, timeout_s=0.3)
 
 
@@ -429,14 +430,14 @@ def test_the_answer_brings_buffers_and_assignment_once_it_is_taken():
     [settled] = client.settled
     assert settled.buffers.tolist() == [5.0]
     assert settled.completion.num_bytes == 8
-    exchange._session.take_assignment(ASSIGNMENT)
+    exchange._session.set_assignment(ASSIGNMENT)
     exchange.commit()
     assert exchange._session.version == 0, "an answer is taken once"
 
 
 def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
     shard = open_shard(2)
-    [(span, address)] = shard.shared_cells("w1").items()
+    [(span, address)] = shard.shared_cells("w1", HERE).items()
     gone = CellAddress("/proc/1/fd/999", 1, 2)
 
     class Posted:

@@ -29,6 +29,7 @@ from raydl.parameter_server.protocol import (
     Request,
 )
 from raydl.parameter_server.shared_memory import MappedCell, MappedExchange, can_be_shared
+from raydl.worker.in_process import HERE
 
 
 def move(exchange, replica):
@@ -156,7 +157,7 @@ def test_who_is_no_member_any_more_moves_nothing():
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
         exchange.begin(torch.ones(2), torch.zeros(0), Header())
     assert values_of(shard).tolist() == [0, 0]
-    assert shard.shared_cells("w1") == {}
+    assert shard.shared_cells("w1", HERE) == {}
 
 
 def test_a_newcomer_in_the_place_of_another_is_not_taken_for_it():
@@ -183,9 +184,16 @@ def test_a_worker_that_comes_back_is_not_taken_for_who_it_was():
 def test_workers_beyond_the_places_there_are_send_messages():
     workers = tuple(f"w{i}" for i in range(600))
     shard = open_shard(2, workers=workers)
-    mapped = [w for w in workers if shard.shared_cells(w)]
-    assert 500 < len(mapped) < 600
-    assert len({next(iter(shard.shared_cells(w).values())).slot for w in mapped}) == len(mapped)
+    cells = [shard.shared_cells(worker_id, HERE) for worker_id in workers]
+    slots = [address.slot for found in cells for address in found.values()]
+    assert 500 < len(slots) < 600
+    assert len(set(slots)) == len(slots)
+
+
+def test_a_worker_of_another_node_sends_messages():
+    shard = open_shard(2)
+    assert shard.shared_cells("w0", HERE)
+    assert shard.shared_cells("w0", "another node") == {}
 
 
 def test_a_completion_that_is_refused_is_told():
@@ -203,7 +211,7 @@ def test_memory_that_can_not_be_reached_is_left_to_messages(path):
 
 def test_memory_of_another_center_is_not_written():
     shard = open_shard(2)
-    [address] = shard.shared_cells("w0").values()
+    [address] = shard.shared_cells("w0", HERE).values()
     other = CellAddress(address.path, address.token + 1, address.slot)
     assert MappedCell.open_address(other, 2, is_locked=True, timeout_s=1.0) is None
     assert MappedCell.open_address(address, 3, is_locked=True, timeout_s=1.0) is None

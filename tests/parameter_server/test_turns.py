@@ -110,8 +110,8 @@ def test_a_worker_that_joins_first_of_all_gets_the_turn():
 class Watched(LocalCenterClient):
     """Notes what each worker asks of the center, in the order in which it does."""
 
-    def __init__(self, shards, coordinator):
-        super().__init__(shards, coordinator)
+    def __init__(self, *shards):
+        super().__init__(*shards)
         self.calls = []
 
     def take_turn(self, message_id):

@@ -137,10 +137,10 @@ def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(w
     until(actors, lambda steps, workers, _: workers == 3 and steps > reached + STEPS_TO_LEARN)
     new = ray.get(actors[2].where.remote())
     ray.get([actor.stop.remote() for actor in actors])
-    untrained = score(make_net(7))
-    assert new[2] < 0.8 * untrained
+    non_trainable = score(make_net(7))
+    assert new[2] < 0.8 * non_trainable
     for loss in ray.get(loops, timeout=BOUND_S):
-        assert loss < 0.5 * untrained
+        assert loss < 0.5 * non_trainable
 
 
 def test_the_loss_of_the_rendezvous_point_is_told_in_one_sentence(workers):

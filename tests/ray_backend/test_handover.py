@@ -14,7 +14,7 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.saved_state import SavedState, pack, unpack
 from raydl.errors import StateLostError
-from raydl.ray_backend.states import Handovers
+from raydl.ray_backend.state_transfer import Handovers
 from raydl.storage import Storage
 from raydl.worker.loop import LAST
 
@@ -100,7 +100,7 @@ def test_a_leaver_holds_what_it_would_hand_over_without_a_copy():
     worker = workers_of(rounds=3)
     worker.hold_last()
     held = b"".join(worker.held(LAST).pieces())
-    assert held == b"".join(pack(worker.take_kept(3)).pieces()), "it is all there"
+    assert held == b"".join(pack(worker.pop_kept(3)).pieces()), "it is all there"
     worker.replica.flat.weights.add_(1.0)
     replica = unpack(bytearray(b"".join(worker.held(LAST).pieces())))["replica"]
     assert torch.equal(replica["weights"], worker.replica.flat.weights), "it lies there itself"
@@ -120,7 +120,7 @@ def test_what_a_leaver_hands_in_outlives_later_checkpoints():
 
 _BLIND = """
 import sys
-from raydl.ray_backend import states
+from raydl.ray_backend import state_transfer
 from raydl.storage import Storage
 from raydl.cli import main
 

@@ -87,7 +87,7 @@ def check(config, snapshot):
         ensemble.flat.weights.copy_(torch.tensor(weights))
         return ensemble.job.task.loss(ensemble.flat.model, batch).item()
 
-    assert snapshot.num_samples == 4 * 31
+    assert snapshot.progress.num_samples == 4 * 31
     assert snapshot.is_kept
     assert loss(snapshot.weights) < loss(ensemble.first.weights)
 

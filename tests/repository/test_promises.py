@@ -25,7 +25,7 @@ STANDARD_LIBRARY_ALONE = (
     "launch/spot_notice", "run/versions",
 )  # fmt: skip
 ARITHMETIC = (
-    "core/rules", "core/flat", "core/untrained", "core/membership", "core/replica",
+    "core/rules", "core/flat", "core/non_trainable", "core/membership", "core/replica",
     "core/stop_condition", "core/compression", "core/optimizers", "core/cost_model",
     "core/autotune", "data/ledger", "elastic/stragglers",
 )  # fmt: skip
@@ -115,6 +115,20 @@ def test_nothing_that_is_read_is_unpickled(root):
 def test_importing_raydl_imports_neither_ray_nor_torch():
     code = "import raydl, sys; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.processes
+def test_matplotlib_is_imported_with_the_first_chart_and_pyplot_never():
+    code = (
+        "import sys, raydl.cli, raydl.worker.loop, raydl.ray_backend.actors, raydl.run.trainer;"
+        "from raydl.metrics import TIME_PARTS, charts;"
+        "assert 'matplotlib' not in sys.modules;"
+        "points = [(n, dict.fromkeys(TIME_PARTS, 1.0)) for n in (0, 9)];"
+        "charts.areas(points).pixels(); charts.areas(points).svg('t');"
+        "assert 'matplotlib.figure' in sys.modules;"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_every_public_name_is_there():
@@ -249,7 +263,7 @@ def test_no_sentence_has_pip_install_the_package_of_a_stranger():
     "line",
     [
         "pip install raydl",
-        "`pip install 'raydl[report]'` brings",
+        "`pip install 'raydl[ray-data]'` brings",
         "python -m pip install -U raydl==1",
     ],
 )

@@ -21,6 +21,7 @@ PAGES = [
     "README.md",
     "docs/algorithms.md",
     "docs/attach.md",
+    "docs/collective.md",
     "docs/python.md",
     "docs/tasks.md",
     "docs/training.md",

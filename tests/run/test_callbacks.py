@@ -18,6 +18,7 @@ from raydl.checkpoint.best import FILE
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import CheckpointConfig, MethodConfig, OptimizerConfig, TrainingConfig
 from raydl.core.callbacks import Listeners, Patience, StopAtAccuracy, score_of
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Evaluated, Lost, Published
 from raydl.elastic.state import State
@@ -31,7 +32,7 @@ from raydl.tasks import Classification
 
 
 def loss(value):
-    return Evaluated(1, 0, 10, 1.0, {"loss": value})
+    return Evaluated(Progress(round=1, num_samples=10), {"loss": value})
 
 
 def answers(callback, *scores):
@@ -112,7 +113,7 @@ def test_all_hear_every_score_without_its_weights_and_the_first_reason_stays():
     for round in (1, 2, 3):
         stage.step(accuracy(0.5, round, weights=empty, buffers=empty))
     for notes in (first, second):
-        assert [score.round for score in notes.heard] == [1, 2, 3]
+        assert [score.progress.round for score in notes.heard] == [1, 2, 3]
         assert all(score.weights is None for score in notes.heard)
     name = f"{__name__}:Notes"
     assert stage.said[-1].startswith(f"{name} asked for the end: stopping after this round")
@@ -311,11 +312,11 @@ def test_a_callback_of_ones_own_hears_each_evaluation_once_and_the_end(tmp_path)
     notes = Notes()
     result = trainer(tmp_path / "run", callbacks=[notes]).fit()
     heard = [
-        {"round": e.round, "samples": e.num_samples, "seconds": e.seconds, **e.metrics}
-        for e in notes.heard
+        {"round": at.round, "samples": at.num_samples, "seconds": at.seconds, **metrics}
+        for at, metrics in ((e.progress, e.metrics) for e in notes.heard)
     ]
     assert heard == result.metrics["evaluations"]
-    assert [e.epoch for e in notes.heard] == [1, 2, 3]
+    assert [e.progress.epoch for e in notes.heard] == [1, 2, 3]
     assert notes.figures == [result.metrics]
 
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 from clocks import halt_the_clock
+from snapshots import with_progress
 
+from raydl.core.progress import Progress
 from raydl.errors import ConfigError, DataError, RaydlError
 from raydl.run import control_channel as run_session
 from raydl.run.control_channel import (
@@ -27,7 +29,13 @@ WORKERS = (
     WorkerStatus("w1", "left out", "b", 80, 8, 0.04, 0.0, 2.0),
 )
 TRAINING = RunStatus(
-    "training", 3, 1, "1:2", 9, 1.5, 1440, 31.0, 0.97, WORKERS, ("generation 3: w1 is left out",)
+    "training",
+    Progress(round=9, generation=3, epoch=1.5, num_samples=1440, seconds=31.0),
+    1,
+    "1:2",
+    0.97,
+    WORKERS,
+    ("generation 3: w1 is left out",),
 )
 
 
@@ -132,7 +140,7 @@ def driver(session, clock, *, says="{} leaves after this round", ok=True):
         while not is_over.wait(0.001):
             clock.now += 1
             session.tell(TRAINING)
-            for request in session.take_requests():
+            for request in session.pop_requests():
                 removed.append(request.worker_id)
                 session.answer(request, says.format(request.worker_id), ok=ok)
 
@@ -169,19 +177,19 @@ def test_the_status_is_written_once_a_second_and_asked_for_no_more_often(tmp_pat
 
     def status():
         asked.append(clock.now)
-        return replace(TRAINING, round=len(asked))
+        return with_progress(TRAINING, round=len(asked))
 
     for tenth in range(35):
         clock.now = tenth / 10
         session.tell(status)
     assert asked == [0.0, 1.0, 2.0, 3.0]
-    wait_for(lambda: (seen := told(tmp_path)) and seen.round == 4)
+    wait_for(lambda: (seen := told(tmp_path)) and seen.progress.round == 4)
 
 
 def test_news_that_must_be_told_at_once_are(tmp_path, session):
     session.tell(TRAINING)
-    session.tell(replace(TRAINING, generation=4), at_once=True)
-    wait_for(lambda: (seen := told(tmp_path)) and seen.generation == 4)
+    session.tell(with_progress(TRAINING, generation=4), at_once=True)
+    wait_for(lambda: (seen := told(tmp_path)) and seen.progress.generation == 4)
 
 
 def test_a_half_written_status_is_never_seen(tmp_path, session, clock):
@@ -190,7 +198,7 @@ def test_a_half_written_status_is_never_seen(tmp_path, session, clock):
     many = replace(TRAINING, events=("something happened",) * 2000)
     for _ in range(100):
         session.tell(many, at_once=True)
-        assert read_status(str(tmp_path)).num_samples == 1440  # or it would raise
+        assert read_status(str(tmp_path)).progress.num_samples == 1440  # or it would raise
 
 
 def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, session):
@@ -398,10 +406,10 @@ def test_a_request_still_being_written_is_taken_once_it_is_whole(tmp_path, sessi
 
 def test_a_request_is_looked_for_once_a_second_and_taken_once(tmp_path, session, clock):
     ask(tmp_path, "r1", driver=session.driver)
-    wait_for(lambda: _pass(clock) and [r.id for r in session.take_requests()] == ["r1"])
+    wait_for(lambda: _pass(clock) and [r.id for r in session.pop_requests()] == ["r1"])
     for _ in range(20):
         clock.now += 1
-        assert session.take_requests() == []
+        assert session.pop_requests() == []
         time.sleep(0.001)
 
 
@@ -429,7 +437,7 @@ def test_requests_to_an_earlier_driver_are_turned_down(tmp_path, clock):
 def test_the_end_of_the_run_answers_who_still_waits(tmp_path, clock):
     session = ControlChannel(Storage(str(tmp_path)), clock=clock)
     ask(tmp_path, "r1", driver=session.driver)
-    wait_for(lambda: _pass(clock) and session.take_requests())  # taken, not answered
+    wait_for(lambda: _pass(clock) and session.pop_requests())  # taken, not answered
     ask(tmp_path, "r2", driver=session.driver)  # not even taken
     session.close(replace(TRAINING, state="finished"))
     for request_id in ("r1", "r2"):
@@ -463,12 +471,12 @@ def test_an_answer_that_could_not_be_written_is_written_later(tmp_path, clock):
     storage = BrokenStorage(str(tmp_path))
     session = ControlChannel(storage, clock=clock)
     ask(tmp_path, "r1", driver=session.driver)
-    (request,) = wait_for(lambda: _pass(clock) and session.take_requests())
+    (request,) = wait_for(lambda: _pass(clock) and session.pop_requests())
     storage.is_broken = True
     session.answer(request, "w1 leaves", ok=True)
     wait_for(lambda: session.num_failures)
     storage.is_broken = False
-    wait_for(lambda: _pass(clock) and session.take_requests() == [] and answer_to(tmp_path, "r1"))
+    wait_for(lambda: _pass(clock) and session.pop_requests() == [] and answer_to(tmp_path, "r1"))
     assert answer_to(tmp_path, "r1") == {"ok": True, "sentence": "w1 leaves"}
     session.close(replace(TRAINING, state="finished"))
 
@@ -503,7 +511,7 @@ class ReadAtOnce(Storage):
 def test_an_answer_that_is_read_at_once_is_no_failure_and_not_written_again(tmp_path, clock):
     session = ControlChannel(ReadAtOnce(str(tmp_path)), clock=clock)
     ask(tmp_path, "r1", driver=session.driver)
-    (request,) = wait_for(lambda: _pass(clock) and session.take_requests())
+    (request,) = wait_for(lambda: _pass(clock) and session.pop_requests())
     session.answer(request, "w1 leaves", ok=True)
     session.close(replace(TRAINING, state="finished"))
     assert session.num_failures == 0
@@ -527,7 +535,7 @@ def test_no_call_waits_for_a_folder_that_hangs(tmp_path, clock):
     for _ in range(1000):
         clock.now += 1
         session.tell(TRAINING)
-        assert session.take_requests() == []
+        assert session.pop_requests() == []
     session.close(replace(TRAINING, state="stopped"), timeout_s=0.02)
     assert time.monotonic() - start < 2
     assert not (tmp_path / "status.json").exists()

@@ -2,11 +2,11 @@
 
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 from checkpoints import make_checkpoint as make
 from locks import ObjectsWithoutLocks as Objects
+from snapshots import with_progress
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import RunConfig, TrainConfig
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_an_earlier_driver_completes_late_is_not_the_newest(st
     now = taken_over(storage, 2)
     before.write(make(900))  # it was halted, and knows nothing
     assert now.names()[-1] == "round-00000120-e2"
-    assert CheckpointStore(storage, driver_epoch=3).read()[0].round == 120
+    assert CheckpointStore(storage, driver_epoch=3).read()[0].progress.round == 120
     assert CheckpointStore(storage).newest_round == 120
     now.write(make(130))
     assert now.names() == ["round-00000120-e2", "round-00000130-e2"]
@@ -205,7 +205,7 @@ def test_an_earlier_driver_that_wakes_up_deletes_no_checkpoint_of_a_later_one(st
     for round in (125, 150, 160):
         before.write(make(round))
     assert storage_of_unfinished.exists("checkpoints/round-00000140-e2/center"), "being written"
-    assert now.read()[0].round == 130
+    assert now.read()[0].progress.round == 130
     assert [n for n in before.names() if n.endswith("-e2")] == ["round-00000130-e2"]
 
 
@@ -215,7 +215,7 @@ def test_a_later_driver_depends_on_nothing_that_an_earlier_one_may_delete(storag
     now = taken_over(storage, 2, keep=1)
     before.write(make(121))  # which deletes all others of its own
     checkpoint, damage = CheckpointStore(storage, driver_epoch=3).read()
-    assert (checkpoint.round, damage) == (120, [])
+    assert (checkpoint.progress.round, damage) == (120, [])
     assert now.find_damage() == []
 
 
@@ -274,6 +274,6 @@ def test_what_an_earlier_driver_wrote_late_is_not_what_the_run_has_trained(stora
 
 def test_the_manifest_of_a_run_of_one_start_is_named_as_ever(storage):
     store = CheckpointStore(storage)
-    assert store.write(replace(make(3), generation=2)) == "round-00000003"
+    assert store.write(with_progress(make(3), generation=2)) == "round-00000003"
     manifest = json.loads(storage.read_bytes("checkpoints/round-00000003/manifest.json"))
     assert (manifest["driver_epoch"], manifest["generation"]) == (1, 2)

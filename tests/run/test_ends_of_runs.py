@@ -247,7 +247,7 @@ class Hears(raydl.Callback):
         self.rounds = []
 
     def evaluated(self, evaluated):
-        self.rounds.append(evaluated.round)
+        self.rounds.append(evaluated.progress.round)
 
     def ended(self, figures):
         self.rounds.append("end")

@@ -46,7 +46,7 @@ def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp
         here.write_config(TrainConfig())
     tracemalloc.start()
     here.publish_events()
-    there.open_again(TrainConfig())
+    there.load_earlier(TrainConfig())
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 16 << 20
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_elsewhere_fetches_all_event_files_and_sends_none_of_
         (here.path / f"events.out.tfevents.{number}").write_bytes(b"a start")
     here.publish_events()
     (there.path / "events.out.tfevents.1").write_bytes(b"a start")  # it came as far as this
-    there.open_again(TrainConfig())
+    there.load_earlier(TrainConfig())
     assert sorted(path.name for path in there.path.iterdir()) == [
         "events.out.tfevents.1",
         "events.out.tfevents.2",

@@ -11,12 +11,14 @@ from recorders import FakeStore as Store
 from recorders import collected_round as collected
 from recorders import flat_model, parts, record_at, report_of, score_at
 from recorders import make_recorder as make
+from snapshots import with_progress
 
 from raydl.checkpoint.totals import Totals
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import CheckpointConfig, TrainConfig
 from raydl.core.autotune import Choice, ExchangeTuning
 from raydl.core.membership import Membership
+from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport
 from raydl.core.worker_group import Evaluated
 from raydl.elastic.state import State
@@ -148,7 +150,12 @@ def test_a_record_becomes_one_point_of_every_curve():
         "w0", local_step=2, parts=parts, allreduce=allreduce, choice=choice, left_out=1
     )
     recorder.record(record_at(5), {"w0": report})
-    recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3, "top5": 1.0}))
+    recorder.evaluated(
+        Evaluated(
+            Progress(round=2, num_samples=5, seconds=1.0),
+            {"accuracy": 0.9, "loss": 0.3, "top5": 1.0},
+        )
+    )
     recorder.show(State.TRAINING, {"training": 1, "starting": 1})
     recorder.close()
     names = set().union(*[values for _, values in memory.points])
@@ -202,6 +209,20 @@ def test_examples_are_drawn_now_and_then_and_always_at_the_end():
     assert memory.images == [("center/predictions", 2), ("center/predictions", 6)]
 
 
+def test_the_time_parts_are_drawn_once_a_minute_and_always_at_the_end(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
+    recorder, memory = make(Store())
+    for at_s in (1.0, 59.0, 61.0, 100.0, 122.0, 130.0):
+        now[0] = at_s
+        recorder.record(record_at(int(at_s)), {"w0": report_of("w0", local_step=int(at_s))})
+        recorder.evaluated(score_at(int(at_s), ()))
+    drawn = [("time/stacked", 61), ("time/stacked", 122)]
+    assert memory.images == drawn
+    recorder.close()
+    assert memory.images == [*drawn, ("time/stacked", 130)]
+
+
 def test_a_task_without_classes_shows_no_examples():
     recorder, memory = make(Store())
     recorder.evaluated(score_at(2, ()))
@@ -246,18 +267,18 @@ def test_a_snapshot_comes_back_from_its_checkpoint():
     again = snapshot_of(checkpoint, flat)
     assert np.array_equal(again.weights, gathered.snapshot.weights)
     assert again.ledger == gathered.snapshot.ledger
-    assert again.round == 3
+    assert again.progress.round == 3
 
 
 def test_a_resumed_run_goes_on_by_the_clock_that_its_end_and_its_rates_go_by():
     """Of 3600 s by the driver's clock all but 10 s were waits."""
     gathered = collected(3)
     gathered = dataclasses.replace(
-        gathered, snapshot=dataclasses.replace(gathered.snapshot, seconds=10.0)
+        gathered, snapshot=with_progress(gathered.snapshot, seconds=10.0)
     )
     checkpoint = checkpoint_of(gathered, flat_model(), seconds=3600.0)
     assert checkpoint.seconds == 3600.0
-    assert snapshot_of(checkpoint, flat_model()).seconds == 10.0
+    assert snapshot_of(checkpoint, flat_model()).progress.seconds == 10.0
 
 
 def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
@@ -272,7 +293,7 @@ def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
             faults_fired=("fault 0: w1 dies",),
         ),
     )  # fmt: skip
-    checkpoint = dataclasses.replace(checkpoint, num_samples=150)
+    checkpoint = with_progress(checkpoint, num_samples=150)
     result = {"evaluations": [score(1, 50, 0.5), score(3, 150, 0.7), score(4, 200, 0.8)]}
     (tmp_path / "result.json").write_text(json.dumps(result))
     before = Totals.of(checkpoint, Storage(str(tmp_path)))
@@ -292,7 +313,7 @@ def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
 
 
 def at_round(round, staleness=2.0):
-    return dataclasses.replace(record_at(round), round=round, staleness=staleness)
+    return dataclasses.replace(with_progress(record_at(round), round=round), staleness=staleness)
 
 
 def test_what_comes_after_a_checkpoints_round_is_not_counted_again_by_who_goes_on(monkeypatch):

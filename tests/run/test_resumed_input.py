@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from snapshots import with_progress
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.writer import checkpoint_of
@@ -28,7 +29,7 @@ def resume(tmp_path, order, *, is_old=False):
     with folder.held(resume=False):
         start = Start.from_folder(folder, config, flat, order=BEGAN)
         folder.write_config(config)
-        snapshot = dataclasses.replace(first_snapshot(flat, 23), round=1, num_samples=5)
+        snapshot = with_progress(first_snapshot(flat, 23), round=1, num_samples=5)
         collected = Collected(snapshot, {})
         checkpoint = checkpoint_of(collected, flat, seconds=1.0, order=BEGAN.name)
         if is_old:
@@ -55,7 +56,7 @@ def test_a_run_does_not_go_on_with_its_samples_in_another_order(tmp_path, order)
 
 def test_a_run_goes_on_with_its_samples_in_the_same_order(tmp_path):
     same = InBlocks(np.array([5, 5, 5, 5, 3]), 0, block_samples=8)
-    assert resume(tmp_path, same).snapshot.round == 1
+    assert resume(tmp_path, same).snapshot.progress.round == 1
 
 
 def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
@@ -64,4 +65,4 @@ def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
 
 
 def test_a_checkpoint_that_does_not_tell_its_order_is_gone_on_from(tmp_path):
-    assert resume(tmp_path, BEGAN, is_old=True).snapshot.round == 1
+    assert resume(tmp_path, BEGAN, is_old=True).snapshot.progress.round == 1

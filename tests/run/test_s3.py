@@ -21,6 +21,7 @@ import raydl.data
 from raydl import cli
 from raydl.checkpoint import writer as checkpoint_writer
 from raydl.checkpoint.store import CheckpointStore
+from raydl.core.progress import Progress
 from raydl.data import load
 from raydl.errors import CheckpointError, RaydlError
 from raydl.ray_backend import session as ray_session
@@ -200,13 +201,21 @@ def test_credentials_in_the_uri_open_the_store_and_are_written_nowhere(
 def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
     uri = "s3://kept/runs/asked-for"
     worker = WorkerStatus("w0", "training", "a", 9, 3, 0.01, 0.0, 1.0)
-    status = RunStatus("training", 1, 1, "1", 3, 0.5, 90, 1.0, None, (worker,), ())
+    status = RunStatus(
+        "training",
+        Progress(round=3, generation=1, epoch=0.5, num_samples=90, seconds=1.0),
+        1,
+        "1",
+        None,
+        (worker,),
+        (),
+    )
     control_channel, ended = ControlChannel(Storage(uri), clock=time.monotonic), threading.Event()
 
     def drive():
         while not ended.wait(0.02):
             control_channel.tell(status)
-            for request in control_channel.take_requests():
+            for request in control_channel.pop_requests():
                 control_channel.answer(request, f"{request.worker_id} leaves", ok=True)
 
     driver = threading.Thread(target=drive)
@@ -238,7 +247,7 @@ def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():
         CheckpointStore(Cut(uri)).write(make(2))
     store = CheckpointStore(Storage(uri))
     assert store.names() == ["round-00000001"]
-    assert store.read()[0].round == 1
+    assert store.read()[0].progress.round == 1
     store.write(make(2))
     assert store.names() == ["round-00000001", "round-00000002"]
 
@@ -313,7 +322,7 @@ def test_a_halted_driver_that_was_taken_for_dead_wakes_up_ends_and_changes_nothi
     assert json.loads(storage.read_bytes("config.json"))["driver_epoch"] == 2
     checkpoint, damage = CheckpointStore(storage, driver_epoch=3).read()
     assert damage == []
-    assert checkpoint.round > 0
+    assert checkpoint.progress.round > 0
 
 
 def objects(server):

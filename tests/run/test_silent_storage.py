@@ -28,7 +28,7 @@ from raydl.checkpoint.writer import CheckpointWriter
 from raydl.core.worker_group import GaveUp, Published
 from raydl.elastic.state import State
 from raydl.errors import WORTH_RETRYING, StorageSilentError
-from raydl.metrics import Queued, queued
+from raydl.metrics import BackgroundWriter, background_writer
 from raydl.storage import SilenceTeller, Storage, is_answer, within
 
 BOUND_S = 20
@@ -65,8 +65,9 @@ def soon(monkeypatch):
     monkeypatch.setattr(silence, "_given_up", [])
     for module, name, seconds in (
         (silence, "TELL_S", 0.3), (silence, "_GRACE_S", 0.1), (silence, "_RELEASE_S", 0.5),
-        (checkpoint_writer, "GIVE_UP_S", 1.0), (queued, "TELL_S", 0.3), (queued, "GIVE_UP_S", 1.0),
-        (queued, "_FLUSH_S", 0.5),
+        (checkpoint_writer, "GIVE_UP_S", 1.0),
+        (background_writer, "TELL_S", 0.3), (background_writer, "GIVE_UP_S", 1.0),
+        (background_writer, "_FLUSH_S", 0.5),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, seconds)
 
@@ -242,7 +243,7 @@ def test_the_end_of_a_run_does_not_wait_for_files_that_are_given_up():
 
 
 def queue_on(writer, told):
-    return Queued(lambda say: writer, "the curves in x", told.append)
+    return BackgroundWriter(lambda say: writer, "the curves in x", told.append)
 
 
 class Gated(Writer):
@@ -274,7 +275,7 @@ def test_measurements_come_in_their_order_with_the_moment_they_were_made(gated):
 
 
 def test_a_disk_that_hangs_stops_nobody_and_is_told_with_what_it_cost(gated, soon, monkeypatch):
-    monkeypatch.setattr(queued, "MAX_WAITING", 10)
+    monkeypatch.setattr(background_writer, "MAX_WAITING", 10)
     told = []
     curves = queue_on(gated, told)
     gated.gate.clear()
@@ -304,7 +305,7 @@ def test_pictures_that_wait_are_few(gated):
         curves.image("time/stacked", None, num_samples=number)
     gated.gate.set()
     curves.close()
-    assert len(gated.images) <= queued.MAX_IMAGES + 1
+    assert len(gated.images) <= background_writer.MAX_IMAGES + 1
 
 
 def test_the_end_of_the_curves_is_bounded_and_what_is_lost_is_told(gated, soon):

@@ -13,6 +13,7 @@ import pytest
 
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.core.center import Snapshot
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.elastic.state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
@@ -20,14 +21,21 @@ from raydl.errors import ConfigError, RaydlError, ResourceError, SupersededError
 from raydl.metrics import TIME_PARTS
 from raydl.run import control_channel as run_control_channel
 from raydl.run.control_channel import Request, read_status, request_removal
-from raydl.run.progress import Silent
-from raydl.run.status import WorkerStatus
+from raydl.run.progress_reporter import Silent
+from raydl.run.status import WorkerStatus, to_json
 from raydl.run.trainer import Trainer, open_control_channel, remove, run_to_end
 from raydl.run.view import EventLog, RunView, how_it_ended, worker_status
 from raydl.storage import Storage
 from raydl.tasks import Classification
 
-START = Snapshot(12, 3, 1, 150, 40, 9.0, True, None, None, {}, {"num_samples": 100})
+START = Snapshot(
+    Progress(round=12, generation=3, epoch=1.5, num_samples=150, local_step=40, seconds=9.0),
+    True,
+    None,
+    None,
+    {},
+    {"num_samples": 100},
+)
 
 
 def trainer(path, *, epochs=2, **run):
@@ -52,10 +60,10 @@ def test_a_run_that_finished_says_so_with_the_figures_of_its_result(tmp_path):
     result = trainer(tmp_path / "a").fit()
     seen = read_status(str(tmp_path / "a"))
     assert (seen.state, seen.num_workers, seen.wanted) == ("finished", 0, "1")
-    assert (seen.generation, seen.epoch, seen.workers) == (1, 2.0, ())
-    assert seen.num_samples == result.metrics["samples"]
-    assert seen.round == result.metrics["rounds"]
-    assert seen.seconds == result.metrics["seconds"]
+    assert (seen.progress.generation, seen.progress.epoch, seen.workers) == (1, 2.0, ())
+    assert seen.progress.num_samples == result.metrics["samples"]
+    assert seen.progress.round == result.metrics["rounds"]
+    assert seen.progress.seconds == result.metrics["seconds"]
     assert seen.center_accuracy == result.metrics["center_accuracy"]
     assert any("generation 1" in line for line in seen.events)
     assert all(line.startswith("0:00:") for line in seen.events)
@@ -132,7 +140,7 @@ def test_a_run_that_failed_says_why(tmp_path):
 
 
 def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
-    def no_room(job, dataset, prepare, untrained, storage):
+    def no_room(job, dataset, prepare, non_trainable, storage):
         raise ResourceError("this machine holds 1")
 
     monkeypatch.setattr("raydl.run.trainer._make_worker_group", no_room)
@@ -154,9 +162,9 @@ def test_a_resumed_run_counts_on(tmp_path):
     first = read_status(str(tmp_path / "a"))
     trainer(tmp_path / "a", epochs=2, resume=True).fit()
     second = read_status(str(tmp_path / "a"))
-    assert (second.state, second.epoch, second.generation) == ("finished", 2.0, 2)
-    assert second.num_samples == 2 * first.num_samples
-    assert second.seconds > first.seconds
+    assert (second.state, second.progress.epoch, second.progress.generation) == ("finished", 2.0, 2)
+    assert second.progress.num_samples == 2 * first.progress.num_samples
+    assert second.progress.seconds > first.progress.seconds
 
 
 def test_only_events_travel_between_the_local_folder_and_the_storage(tmp_path, monkeypatch):
@@ -182,15 +190,19 @@ def test_only_events_travel_between_the_local_folder_and_the_storage(tmp_path, m
 
 def test_before_its_controller_a_run_tells_where_it_goes_on_from():
     seen = view().status()
-    assert (seen.state, seen.round, seen.generation, seen.epoch) == ("starting", 12, 3, 1.5)
-    assert (seen.num_samples, seen.seconds, seen.wanted) == (150, 9.0, "2:3")
+    at = seen.progress
+    assert (seen.state, at.round, at.generation, at.epoch) == ("starting", 12, 3, 1.5)
+    assert (at.num_samples, at.seconds, seen.wanted) == (150, 9.0, "2:3")
     assert (seen.workers, seen.events, seen.center_accuracy) == ((), (), 0.75)
 
 
 def recorder(accuracy):
-    record = SimpleNamespace(round=20, num_samples=250)
+    progress = Progress(round=20, epoch=2.5, num_samples=250)
     return SimpleNamespace(
-        last=record, center_accuracy=accuracy, seconds=11.0, checkpoint_at=1_000.0
+        last=SimpleNamespace(progress=progress),
+        center_accuracy=accuracy,
+        seconds=11.0,
+        checkpoint_at=1_000.0,
     )
 
 
@@ -207,8 +219,9 @@ def test_with_both_it_tells_their_newest():
     telling.follow_recorder(recorder(0.5), EventLog(Silent()))
     telling.follow(controller(WorkerEntry("w4", Phase.STARTING, 0.0)))
     seen = telling.status()
-    assert (seen.state, seen.generation, seen.num_workers) == ("training", 5, 2)
-    assert (seen.round, seen.epoch, seen.seconds, seen.center_accuracy) == (20, 2.5, 11.0, 0.5)
+    assert (seen.state, seen.progress.generation, seen.num_workers) == ("training", 5, 2)
+    at = seen.progress
+    assert (at.round, at.epoch, at.seconds, seen.center_accuracy) == (20, 2.5, 11.0, 0.5)
     assert [w.worker_id for w in seen.workers] == ["w4"]
 
 
@@ -217,7 +230,7 @@ def test_before_the_first_record_the_seconds_are_those_of_earlier_starts():
     numbers = recorder(0.5)
     numbers.last, numbers.seconds = None, -8.0
     telling.follow_recorder(numbers, EventLog(Silent()))
-    assert telling.status().seconds == 9.0
+    assert telling.status().progress.seconds == 9.0
 
 
 @pytest.mark.parametrize("accuracy", [math.nan, math.inf, None])
@@ -232,9 +245,9 @@ def test_no_accuracy_is_none_and_the_status_is_plain_json(accuracy):
 def test_figures_of_numpy_are_told_as_plain_numbers():
     telling = view()
     numbers = recorder(np.float32(0.5))
-    numbers.last.round, numbers.last.num_samples = np.int64(20), np.int64(250)
+    numbers.last.progress = Progress(round=np.int64(20), num_samples=np.int64(250))
     telling.follow_recorder(numbers, EventLog(Silent()))
-    assert json.loads(json.dumps(asdict(telling.status())))["num_samples"] == 250
+    assert json.loads(to_json(telling.status()))["num_samples"] == 250
 
 
 def test_a_run_whose_last_files_are_written_has_not_finished_yet():
@@ -362,7 +375,7 @@ class FakeDesk:
     def tell(self, status, *, at_once=False):
         self.told.append(status().state)
 
-    def take_requests(self):
+    def pop_requests(self):
         taken, self.requests = self.requests, []
         return taken
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.metrics import COMPARED, TIME_PARTS
-from raydl.tools.comparison import Comparison, compare, pictures
+from raydl.tools.comparison import Comparison, compare
 from raydl.tools.comparison import report as reports
 from raydl.tools.comparison.figures import Spread, make_rows
 from raydl.tools.comparison.settings import plan
@@ -205,12 +204,33 @@ def test_rows_hold_medians_and_the_first_at_the_target_comes_first(tmp_path):
     assert "| local-sgd | sync | 0 of 3 | not run |" in text
 
 
-def test_without_matplotlib_the_rest_is_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert compare(make(tmp_path), fit=FakeFit()) == 0
-    assert "pip install matplotlib" in capsys.readouterr().out
-    assert "pip install matplotlib" in report(tmp_path)
+def test_a_comparison_without_a_complete_run_shows_no_pictures(tmp_path):
+    assert compare(make(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, ValueError("no")))) == 1
+    assert "## Pictures" not in report(tmp_path)
     assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_a_task_without_accuracy_has_the_picture_of_its_time_alone(tmp_path):
+    scored = figures()
+    scored["evaluations"] = [{"round": 1, "samples": 1, "seconds": 1, "loss": 1.0}]
+    assert compare(make(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, scored))) == 0
+    assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["time_parts.png"]
+
+
+def test_the_charts_have_the_methods_in_the_order_of_the_table(tmp_path, monkeypatch):
+    legends, saved = [], []
+
+    def save(picture, path):
+        legends.append([t.get_text() for t in picture.figure.legends[0].get_texts()])
+        saved.append(path.name)
+
+    monkeypatch.setattr("raydl.metrics.charts.Picture.save", save)
+    methods = "sync-sgd,async-easgd,diloco"
+    fit = FakeFit({"diloco": figures(speed=4), "async-easgd": figures(speed=2)})
+    assert compare(make(tmp_path, methods), fit=fit) == 0
+    assert saved == list(reports.PICTURES)
+    assert legends[0] == legends[1] == ["diloco", "async-easgd", "sync-sgd"]
+    assert len(legends[2]) == len(TIME_PARTS)
 
 
 def rows_of_hparams(folder):
@@ -247,12 +267,6 @@ def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     assert never["compare/accuracy"] == pytest.approx(0.6)
 
 
-def test_methods_of_one_family_share_a_colour():
-    assert pictures.family("hogwild-measgd") == pictures.family("sync-measgd") == "measgd"
-    assert pictures.family("original-easgd") == "easgd"
-    assert pictures.family("eamsgd") == "eamsgd"
-
-
 def test_options_of_train_hold_for_all_runs(root):
     parse = job(root).parse
     options = ["--methods", "diloco", "--seeds", "4", "--samples", "9", "--exchange.timeout-s", "7"]
@@ -287,16 +301,15 @@ def test_wrong_options_are_told_in_one_sentence(root, capsys, options, sentence)
 
 
 def test_a_real_comparison_leaves_everything_and_its_figures_agree(tmp_path, root, capsys):
-    pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     options = "--methods sync-easgd,sync-sgd --workers 0 --data synthetic:96 --model mlp"
     options += f" --samples 960 --batch-size 16 --seeds 2 --target 0.9 --out {out}"
     assert job(root).main(options.split()) == 0
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir {out}" in printed
-    files = {"comparison.md", "comparison.json", *pictures.PICTURES}
+    files = {"comparison.md", "comparison.json", *reports.PICTURES}
     assert files <= {path.name for path in out.iterdir()}
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures.PICTURES)
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in reports.PICTURES)
     text, runs = report(tmp_path), json.loads((out / "comparison.json").read_text())["runs"]
     assert len(runs) == 4
     for run in runs:
@@ -310,5 +323,5 @@ def test_a_real_comparison_leaves_everything_and_its_figures_agree(tmp_path, roo
         accuracies = [run["center_accuracy"] for run in runs if run["method"] == method]
         line = next(line for line in text.splitlines() if line.startswith(f"| {method} | sync"))
         assert f"| {sum(accuracies) / 2:.2%}" in line
-    assert all(f"]({name})" in text for name in pictures.PICTURES)
+    assert all(f"]({name})" in text for name in reports.PICTURES)
     assert all(part in text for part in TIME_PARTS)

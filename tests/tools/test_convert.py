@@ -20,7 +20,7 @@ from s3_server import s3_server, use_keys_of_nobody
 from raydl import cli
 from raydl.config import InputConfig
 from raydl.data import load
-from raydl.data.whole import UNFINISHED
+from raydl.data.atomic_folder import UNFINISHED
 from raydl.errors import ConfigError, DataError
 from raydl.storage import Storage, open_filesystem
 from raydl.tools.convert import ConvertConfig, convert, file_plan, regrouped

@@ -514,17 +514,10 @@ def test_a_mistake_is_told_in_one_sentence(capsys, options, sentence):
 
 
 def test_a_picture_is_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     out = tmp_path / "plan.png"
     assert run_plan("--workers", "2:8", "--method", "sync-sgd,async-sgd", "--out", str(out)) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert f"picture: {out}" in capsys.readouterr().out
-
-
-def test_without_matplotlib_the_picture_is_refused_before_anything_is_timed(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["plan", "--out", "plan.png"]) == 2
-    assert "out needs matplotlib, which is not installed; pip install" in capsys.readouterr().err
 
 
 @pytest.mark.processes

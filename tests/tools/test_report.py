@@ -10,8 +10,9 @@ from run_pages import CONFIG, Walk, facts_of, write_run
 
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
-from raydl.metrics import TIME_PARTS
+from raydl.metrics import STACK, TIME_PARTS
 from raydl.tools.report import make_page, read_run, with_names_apart, write_report
+from raydl.tools.report.curves import samples_at
 from raydl.tools.report.events import Curve, Formed, History, Told
 from raydl.tools.report.html import element, table
 from raydl.tools.report.sections import byte_size, duration
@@ -89,11 +90,32 @@ def test_the_command_writes_into_the_folder_of_the_run(run, capsys):
     Walk((run / "report.html").read_text())
 
 
-def test_the_key_of_a_time_part_has_the_colour_of_its_bar():
-    rules = [line.strip() for line in CSS.splitlines()]
-    [key] = [i for i, rule in enumerate(rules) if rule.startswith(".swatch {")]
-    for part in TIME_PARTS:  # of two rules for one element, the later one counts
-        assert rules.index(f".part-{part} {{ fill: var(--{part}); }}") > key
+def test_the_key_of_a_time_part_has_the_colour_of_its_bar_and_the_style_sheet_knows_it(page):
+    for part, color in STACK.items():
+        assert page.count(f"fill:var(--{part})") == 2
+        assert f"  --{part}: {color};" in CSS
+    assert CSS.index("--initialization") < CSS.index("prefers-color-scheme: dark")
+
+
+def test_every_colour_of_the_page_is_one_of_the_style_sheet(page):
+    names = set(re.findall(r"var\(--(\w+)\)", page))
+    assert names == {name for name in names if f"  --{name}: " in CSS}
+
+
+def test_the_charts_of_a_page_share_no_ids(page):
+    assert " id=" not in page
+
+
+def test_the_page_of_a_run_is_the_same_each_time(run):
+    first, second = (make_page([read_run(str(run))], now=0.0) for _ in range(2))
+    assert first == second
+
+
+def test_every_chart_has_a_label_for_screen_readers(page):
+    pictures = re.findall(r"<svg [^>]*>", page)
+    assert all('role="img" aria-label="' in p or 'aria-hidden="true"' in p for p in pictures)
+    for title in re.findall(r"<figcaption>(.+?)</figcaption>", page):
+        assert f'aria-label="{title}"' in page
 
 
 # what a person may give
@@ -272,6 +294,11 @@ def test_of_more_workers_than_are_drawn_the_spread_over_all_is():
     assert "Seconds waited: least, median and most of all workers, over time" in text
 
 
+def test_samples_at_a_moment_lie_between_two_points():
+    curve = Curve((100, 300), (1.0, 3.0), (0, 0))
+    assert [samples_at(curve, s) for s in (0, 0.5, 1, 2, 3, 9)] == [0, 50, 100, 200, 300, 300]
+
+
 # several runs
 
 
@@ -291,7 +318,8 @@ def test_each_run_has_a_line_and_a_colour_of_its_own():
     curves = {"center/accuracy": Curve((1, 2), (1.0, 2.0), (0.1, 0.2))}
     runs = [facts_of(f"run-{i}", history=History(curves)) for i in range(10)]
     page = make_page(runs)
-    assert page.count('<g class="c0">') == page.count('<g class="c0 dashed">') == 2
+    lines = re.findall(r'style="([^"]*stroke:var\(--c0\)[^"]*)"', page)
+    assert sorted("stroke-dasharray" in style for style in lines) == [False, False, True, True]
     assert "run-9: 20% at 2" in page
 
 
@@ -364,8 +392,8 @@ def test_a_timeline_of_very_many_generations_is_folded():
 
 def test_what_is_no_element_is_escaped():
     assert element("p", "<b>", element("i", 3), None) == "<p>&lt;b&gt;<i>3</i></p>"
-    assert element("a", class_='"', stroke_width=1.26, x=None) == (
-        '<a class="&quot;" stroke-width="1.3"></a>'
+    assert element("a", class_='"', stroke_width=2, x=None) == (
+        '<a class="&quot;" stroke-width="2"></a>'
     )
     assert "<td>&lt;x&gt;</td>" in table(["a"], [["<x>"]])
 

@@ -81,7 +81,7 @@ def counts_of(folder):
     """Return how often each sample reached the center of the newest checkpoint, and its total."""
     checkpoint, damage = CheckpointStore(Storage(str(folder))).read()
     assert damage == []
-    return checkpoint.center["counts"].round().long(), checkpoint.num_samples
+    return checkpoint.center["counts"].round().long(), checkpoint.progress.num_samples
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from raydl.collective.process_group import TorchGroup, is_done
-from raydl.collective.store import SECRET
+from raydl.collective.key_store import SECRET
 
 place, host, is_first = sys.argv[1], sys.argv[2], sys.argv[3] == "0"
 STEP = timedelta(seconds=10)
@@ -255,4 +255,4 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
             checkpoint, _ = CheckpointStore(Storage(str(run.run_dir))).read()
     assert watched.refused["messages"] >= 1
     assert watched.stale == []
-    assert int(checkpoint.center["counts"].sum().round()) == checkpoint.num_samples > 0
+    assert int(checkpoint.center["counts"].sum().round()) == checkpoint.progress.num_samples > 0

@@ -124,7 +124,7 @@ def test_in_a_storm_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatc
             run.until_training(4)
             run.process.terminate()
             assert run.process.wait(timeout=100) == 143, run.output
-        kept = CheckpointStore(Storage(str(folder))).read()[0].num_samples
+        kept = CheckpointStore(Storage(str(folder))).read()[0].progress.num_samples
         num_epochs = kept // counting.NUM_SAMPLES + 2
         with ClusterRun(cluster, folder, *words, "--epochs", str(num_epochs), "--resume") as run:
             run.wait()

@@ -37,7 +37,7 @@ def test_workers_on_two_hosts_train_through_the_tunnels_of_rays_certificates(
         while driver.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
             found = processes_that(
-                lambda pid: any("raydl.collective.tunnel" in word for word in command_of(pid))
+                lambda pid: any("raydl.collective.tls_tunnel" in word for word in command_of(pid))
             )
             tunnels |= {host for pid in found for host, _ in listeners_of(pid)}
             time.sleep(0.05)

@@ -116,7 +116,7 @@ def test_a_resumed_run_draws_what_one_that_was_not_interrupted_draws(tmp_path):
     whole = History(case, task=Noisy())
     whole.train("w0", rounds=3)
     store = CheckpointStore(Storage(str(tmp_path)))
-    states = {"w0": whole.workers["w0"].take_kept(3)}
+    states = {"w0": whole.workers["w0"].pop_kept(3)}
     store.write(checkpoint_of(Collected(whole.snapshot, states), whole.flat, seconds=1.0))
     whole.end("w0")
 

@@ -66,7 +66,7 @@ def test_a_run_stopped_after_any_round_goes_on_to_the_same_bits(method, num_work
     model = dropout if num_workers == 1 else WithBuffer
     whole = Ensemble(config, num_workers=num_workers, images=images, model=model)
     whole.join().run()
-    num_rounds = whole.newest.round
+    num_rounds = whole.newest.progress.round
     for stop_after in range(1, num_rounds):
         first = Ensemble(config, num_workers=num_workers, images=images, model=model).join()
         if stop_after > 1:
@@ -74,14 +74,14 @@ def test_a_run_stopped_after_any_round_goes_on_to_the_same_bits(method, num_work
         first.workers[-1].vote(1, stop=1.0)
         assert first.run() == [Outcome.STOPPED] * num_workers
         snapshot = first.newest
-        assert snapshot.round == stop_after
-        states = {w.worker_id: w.take_kept(stop_after) for w in first.workers}
+        assert snapshot.progress.round == stop_after
+        states = {w.worker_id: w.pop_kept(stop_after) for w in first.workers}
 
         second = Ensemble(config, num_workers=num_workers, images=images, model=model)
         second.join(snapshot, states).run()
         assert np.array_equal(second.newest.weights, whole.newest.weights)
         assert np.array_equal(second.newest.buffers, whole.newest.buffers)
-        assert second.newest.round == num_rounds
+        assert second.newest.progress.round == num_rounds
 
 
 def test_every_sample_of_an_epoch_is_seen_once_by_some_worker():
@@ -129,15 +129,15 @@ def test_steps_end_the_run_where_they_say():
     ensemble = Ensemble(settings("sync-easgd", steps=5), num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert [w.local_step for w in ensemble.workers] == [5, 5]
-    assert ensemble.newest.round == 3  # two rounds of two steps, one of one
+    assert ensemble.newest.progress.round == 3  # two rounds of two steps, one of one
 
 
 def test_records_add_up_to_the_samples_of_the_run():
     ensemble = Ensemble(settings("sync-easgd", epochs=2), num_workers=2).join()
     ensemble.run()
     records = ensemble.workers[0].report().records
-    assert records[-1].num_samples == 48
-    assert records[-1].epoch == 2.0
+    assert records[-1].progress.num_samples == 48
+    assert records[-1].progress.epoch == 2.0
     assert all(r.num_workers == 2 for r in records)
 
 
@@ -154,4 +154,4 @@ def test_more_workers_than_samples_still_complete_the_epoch():
     few = ImageSet(images.images, images.labels, images.class_names)
     ensemble = Ensemble(settings("sync-easgd", epochs=3), num_workers=3, images=few).join()
     assert ensemble.run() == [Outcome.FINISHED] * 3
-    assert ensemble.newest.num_samples == 6
+    assert ensemble.newest.progress.num_samples == 6

@@ -1,4 +1,4 @@
-"""The table on the terminal and the text of ``comparison.md``."""
+"""The table on the terminal, the text of ``comparison.md`` and its charts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from raydl.metrics import TIME_PARTS
+from raydl.metrics.charts import Chart, Line, bars_in_file, lines_in_file, looks_of_methods
 from raydl.redaction import redact
 from raydl.run.versions import installed_version
 from raydl.text import markdown_table
 from raydl.tools.comparison.figures import COLUMNS, Row, Run, Spread
-from raydl.tools.comparison.pictures import PICTURES
 from raydl.tools.comparison.settings import Comparison
 
+PICTURES = {
+    "accuracy_over_seconds.png": "Accuracy over seconds of training",
+    "accuracy_over_samples.png": "Accuracy over samples of all workers together",
+    "time_parts.png": "The eight time parts of SC17, seconds per worker",
+}
+"""Files beside ``comparison.md``, with their captions."""
 _HEAD = ["method", "strategy", "runs", "at target", *(name for name, _ in COLUMNS.values())]
 _NOTES = """\
 Medians over seeds, with the least and the greatest in brackets. *At target*: how many runs
@@ -144,7 +152,6 @@ def markdown(
         "## Time parts",
         "Seconds per worker, mean over seeds; training starts after initialization.",
         markdown_table(["method", *TIME_PARTS], [_part_cells(row) for row in rows if row.num_runs]),
-        "## Pictures",
         _pictures(out),
         "## Settings of the methods",
         markdown_table(["method", "period", "lr", "momentum"], _settings(runs)),
@@ -189,5 +196,62 @@ def _settings(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _pictures(out: Path) -> str:
+    """Return the section of the pictures that lie there; nothing before they are drawn."""
     shown = [f"![{text}]({name})" for name, text in PICTURES.items() if (out / name).exists()]
-    return "\n\n".join(shown) or "None were drawn: `pip install matplotlib` first."
+    return "\n\n".join(["## Pictures", *shown]) if shown else ""
+
+
+def draw(runs: Sequence[Run], rows: Sequence[Row], target: float, out: Path) -> None:
+    """Draw the pictures of the complete runs.
+
+    Args:
+        runs: all of them.
+        rows: one for each method, the first at the target on top.
+        target: a line at this accuracy.
+        out: the folder that they are written to.
+    """
+    parts = {row.method: row.parts for row in rows if row.num_runs}
+    judged = {name: [r for r in runs if r.method == name and _has_accuracy(r)] for name in parts}
+    judged = {name: group for name, group in judged.items() if group}
+    for x in ("seconds", "samples") if judged else ():
+        chart = _accuracy(judged, x, target)
+        picture = lines_in_file([chart], legend="first at the target on top")
+        picture.save(out / f"accuracy_over_{x}.png")
+    if parts:
+        picture = bars_in_file(parts, x_label="seconds per worker, mean over seeds")
+        picture.save(out / "time_parts.png")
+
+
+def _has_accuracy(run: Run) -> bool:
+    """Whether the run is complete and was scored, and its task measures accuracy: it may not."""
+    scores = (run.figures or {}).get("evaluations", ())
+    return bool(scores) and all("accuracy" in score for score in scores)
+
+
+def _accuracy(groups: Mapping[str, Sequence[Run]], x: str, target: float) -> Chart:
+    """Return accuracy over seconds or samples: seeds faint, their median strong."""
+    looks = looks_of_methods({name: runs[0].strategy for name, runs in groups.items()})
+    lines = []
+    for name, runs in groups.items():
+        curves = [_curve(run, x) for run in runs]
+        seeds = curves if len(curves) > 1 else []
+        lines += [Line(name, xs, ys, looks[name], is_faint=True) for xs, ys in seeds]
+        lines.append(Line(name, *_median_curve(curves), looks[name]))
+    return Chart(lines=lines, x=x, y="accuracy", target=target, title="test accuracy of the center")
+
+
+def _curve(run: Run, x: str) -> tuple[list[float], list[float]]:
+    scores = (run.figures or {})["evaluations"]
+    return [score[x] for score in scores], [score["accuracy"] for score in scores]
+
+
+def _median_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[Any, Any]:
+    """Return the median over seeds where all have a value, between evaluations by a line."""
+    if len(curves) == 1:
+        return curves[0]
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    grid = every[(every >= first) & (every <= last)]
+    if not len(grid):  # the seeds share no stretch: their ends remain
+        return [np.median([x[-1] for x, _ in curves])], [np.median([y[-1] for _, y in curves])]
+    return grid, np.median([np.interp(grid, x, y) for x, y in curves], axis=0)

@@ -21,8 +21,7 @@ from raydl.errors import ConfigError, RaydlError
 from raydl.redaction import redact, redact_values
 from raydl.tools.comparison.figures import Run, make_rows
 from raydl.tools.comparison.hparams import write_hparams
-from raydl.tools.comparison.pictures import draw
-from raydl.tools.comparison.report import describe, machine, markdown, print_table, sentence
+from raydl.tools.comparison.report import describe, draw, machine, markdown, print_table, sentence
 from raydl.tools.comparison.settings import Comparison, plan
 
 if TYPE_CHECKING:
@@ -59,10 +58,11 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     print(f"{len(runs)} run(s) to {out}: {describe(comparison)}", flush=True)
     report = functools.partial(_write_report, comparison, runs, out, command)
     stopped_by = _run_all(runs, fit or train, report, comparison.target)
-    _draw(comparison, runs, out)
+    rows = make_rows(runs, comparison.target)
+    draw(runs, rows, comparison.target, out)
     write_hparams(runs, comparison.target)
     report()
-    print_table(make_rows(runs, comparison.target), comparison.target)
+    print_table(rows, comparison.target)
     if stopped_by:
         left = sum(run.status == "not run" for run in runs)
         print(f"stopped by {stopped_by}; the same command with --out {out} does the other {left}")
@@ -184,15 +184,3 @@ def _write_report(comparison: Comparison, runs: Sequence[Run], out: Path, comman
     (out / "comparison.json").write_text(json.dumps(redact_values(values), indent=2))
     text = markdown(comparison, runs, make_rows(runs, target), out, command)
     (out / "comparison.md").write_text(redact(text))
-
-
-def _draw(comparison: Comparison, runs: Sequence[Run], out: Path) -> None:
-    """Draw the pictures; without matplotlib say how to get it."""
-    target = comparison.target
-    done = [run.as_dict(target) for run in runs if run.figures is not None]
-    order = [row.method for row in make_rows(runs, target)]
-    try:
-        if done:
-            draw(done, order, target, out)
-    except ImportError:
-        print("no pictures: matplotlib is not installed; pip install matplotlib")

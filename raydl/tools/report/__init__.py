@@ -5,9 +5,7 @@ and pictures are in it.
 
     events.py     curves and sentences from the TensorBoard event files
     facts.py      all that a folder says of its run
-    scales.py     axes: ticks, and values to pixels
-    charts.py     lines, steps, stacked bars, as inline SVG
-    curves.py     which of them are shown
+    curves.py     which curves are shown
     sections.py   what is said of one run
     page.py       the page
     html.py       elements; style.py how they look

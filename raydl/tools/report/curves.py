@@ -6,10 +6,10 @@ import bisect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from raydl.tools.report.charts import Line, Mark, chart, legend
+from raydl.metrics.charts import Chart, Line, Mark, lines_in_page, numbered
 from raydl.tools.report.events import Curve
 from raydl.tools.report.facts import Generation, RunFacts
-from raydl.tools.report.html import Html, element
+from raydl.tools.report.html import Html, element, swatch
 
 _MOST_WORKERS = 16
 """More lines than that in one picture tell nothing."""
@@ -29,11 +29,10 @@ def charts_of(runs: Sequence[RunFacts]) -> list[Html]:
         _center(runs, _SECONDS),
         _overlay(runs, "train/loss", "Training loss", _SAMPLES, "log"),
         _overlay(runs, "train/loss", "Training loss", _SECONDS, "log"),
-        chart("Samples per second, over time", _each(runs, _speed), x_label=_SECONDS,
-              kind="zero", note=f"Means over equal parts of the run, {_WINDOWS} at most."),
-        chart("Workers that train, over time", _each(runs, _workers), x_label=_SECONDS,
-              kind="count",
-              note="A ring is a new generation of the membership: point at it for its reason."),
+        _chart("Samples per second, over time", _each(runs, _speed), y="zero",
+               note=f"Means over equal parts of the run, {_WINDOWS} at most."),
+        _chart("Workers that train, over time", _each(runs, _workers), y="count",
+               note="A ring is a new generation of the membership: point at it for its reason."),
         _overlay(runs, "exchange/seconds", "Seconds an exchange made a worker wait", _SECONDS,
                  "zero"),
         _overlay(runs, "center/distance", "Distance from the replicas to the center", _SECONDS,
@@ -56,28 +55,54 @@ def _each(runs: Sequence[RunFacts], line: Callable[[RunFacts, int], Line]) -> li
 def _overlay(runs: Sequence[RunFacts], tag: str, title: str, over: str, kind: str) -> Html | None:
     lines = _each(runs, lambda run, at: _line(run.name, at, run.curve(tag), over))
     note = _STRETCHED if kind == "accuracy" and _passes(lines, 0.9) else ""
-    x_label = "samples of all workers together" if over == _SAMPLES else _SECONDS
-    return chart(f"{title}, over {_OVER[over]}", lines, x_label=x_label, kind=kind, note=note)
+    return _chart(f"{title}, over {_OVER[over]}", lines, over=over, y=kind, note=note)
+
+
+def _chart(
+    title: str, lines: Sequence[Line], *, y: str, over: str = _SECONDS, note: str = ""
+) -> Html | None:
+    """Return lines with their title and a note; None if no line has a point."""
+    if not any(line.ys for line in lines):
+        return None
+    drawn = lines_in_page(Chart(lines=lines, x=over, y=y)).svg(title)
+    below = element("p", note, class_="note") if note else None
+    return element("figure", element("figcaption", title), Html(drawn), below)
+
+
+def line_swatch(number: int) -> Html:
+    """Return a square in the colour of the line with a number."""
+    look = numbered(number)
+    return swatch(look.variable, is_dashed=look.dashes != "-")
+
+
+def legend(names: Sequence[str]) -> Html:
+    """Return which colour is which line."""
+    keys = [
+        element("span", line_swatch(at), " ", name, class_="key") for at, name in enumerate(names)
+    ]
+    return element("p", *keys, class_="legend")
 
 
 def _passes(lines: Sequence[Line], share: float) -> bool:
     return any(y > share for line in lines for y in line.ys)
 
 
-def _line(name: str, color: int, curve: Curve, over: str) -> Line:
-    return Line(name, color, curve.samples if over == _SAMPLES else curve.seconds, curve.values)
+def _line(name: str, number: int, curve: Curve, over: str) -> Line:
+    xs = curve.samples if over == _SAMPLES else curve.seconds
+    return Line(name, xs, curve.values, numbered(number))
 
 
-def _speed(run: RunFacts, color: int) -> Line:
+def _speed(run: RunFacts, number: int) -> Line:
     """Return samples per second over equal windows of time, from the samples themselves."""
     curve = run.curve("train/epoch")
     if not curve or curve.seconds[-1] <= 0:
-        return Line(run.name, color, (), ())
+        return Line(run.name, (), (), numbered(number))
     num_windows = max(1, min(_WINDOWS, len(curve) // 2))
     width = curve.seconds[-1] / num_windows
     samples = [samples_at(curve, width * i) for i in range(num_windows + 1)]
     rates = [(after - before) / width for before, after in pairwise(samples)]
-    return Line(run.name, color, [width * (i + 0.5) for i in range(num_windows)], rates)
+    xs = [width * (i + 0.5) for i in range(num_windows)]
+    return Line(run.name, xs, rates, numbered(number))
 
 
 def samples_at(curve: Curve, seconds: float) -> float:
@@ -91,19 +116,20 @@ def samples_at(curve: Curve, seconds: float) -> float:
     return before + share * (curve.samples[at] - before)
 
 
-def _workers(run: RunFacts, color: int) -> Line:
+def _workers(run: RunFacts, number: int) -> Line:
     """Return the workers that trained: a step where each generation was decided."""
     curve = run.curve("workers/count")
     known = _that_counts([g for g in run.generations if g.num_workers is not None])
     if not known or not curve:
-        return Line(run.name, color, curve.seconds, curve.values, is_step=True)
+        return Line(run.name, curve.seconds, curve.values, numbered(number), is_step=True)
     xs, ys = [g.seconds for g in known], [float(g.num_workers or 0) for g in known]
     marks = tuple(
         Mark(g.seconds, float(g.num_workers or 0), f"generation {g.number}: {g.reason}")
         for g in known[:: -(-len(known) // _MOST_MARKS)]
     )
     end = max(curve.seconds[-1], xs[-1])
-    return Line(run.name, color, [*xs, end], [*ys, ys[-1]], is_step=True, marks=marks)
+    look = numbered(number)
+    return Line(run.name, [*xs, end], [*ys, ys[-1]], look, is_step=True, marks=marks)
 
 
 def _that_counts(generations: Sequence[Generation]) -> list[Generation]:
@@ -131,7 +157,7 @@ def _spreads(run: RunFacts) -> list[Html]:
             for at, (which, tag) in enumerate(tags.items())
         ]
         of_all = f"{title}: least, median and most of all workers, over time"
-        drawn.append(chart(of_all, lines, x_label=_SECONDS, kind="zero"))
+        drawn.append(_chart(of_all, lines, y="zero"))
     return [figure for figure in drawn if figure is not None]
 
 
@@ -146,7 +172,7 @@ def charts_of_workers(run: RunFacts) -> list[Html]:
     ):
         curves = [(w, run.curve(f"{tag}/{w}")) for w in shown]
         lines = [_line(w, at, curve, _SECONDS) for at, (w, curve) in enumerate(curves)]
-        drawn.append(chart(title, lines, x_label=_SECONDS, kind="zero"))
+        drawn.append(_chart(title, lines, y="zero"))
     figures = [figure for figure in drawn if figure is not None]
     if not figures:
         return []
@@ -154,7 +180,7 @@ def charts_of_workers(run: RunFacts) -> list[Html]:
     figures += _spreads(run) if left_out else []
     more = f"The {len(shown)} that trained longest are drawn; {left_out} more are in the table."
     return [
-        legend([(worker_id, at) for at, worker_id in enumerate(shown)]),
+        legend(shown),
         element("p", more, class_="note") if left_out else Html(""),
         element("div", *figures, class_="charts"),
     ]

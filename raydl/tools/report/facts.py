@@ -15,7 +15,7 @@ from raydl.config import dotted
 from raydl.errors import DataError
 from raydl.metrics.tags import OF_COMPARISON
 from raydl.run.folder import open_run
-from raydl.run.status import RunStatus, from_json
+from raydl.run.status import RunStatus, from_json, to_dict
 from raydl.storage import Storage, parent_and_name
 from raydl.tools.report.events import Curve, Formed, History, Told, read_history
 
@@ -73,7 +73,7 @@ class RunFacts:
         """Return a figure of ``result.json``, or the newest that status and curves have."""
         found = self.result.get(name)
         if found is None and self.status is not None and name in _IN_STATUS:
-            found = getattr(self.status, _IN_STATUS[name])
+            found = to_dict(self.status)[_IN_STATUS[name]]
         if found is None and name in _IN_CURVES:
             values = self.curve(_IN_CURVES[name]).values
             found = values[-1] if values else None
@@ -234,7 +234,7 @@ def _is_of_an_earlier_start(result: Mapping[str, Any], status: RunStatus) -> boo
     if not status.is_final or status.state.startswith("failed"):
         return True
     samples = number(result.get("samples"))
-    return samples is not None and samples != status.num_samples
+    return samples is not None and samples != status.progress.num_samples
 
 
 def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:

@@ -25,7 +25,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Html:
             whose value is None is left out.
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_escaped(_plain(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -73,10 +73,13 @@ def folded(summary: str, *children: object) -> Html:
     return element("details", element("summary", summary), *children)
 
 
+def swatch(color: str, *, is_dashed: bool = False) -> Html:
+    """Return a small square in a colour of CSS; a pale one for a dashed line."""
+    square = element("rect", x=0, y=1, width=12, height=12, rx=2, style=f"fill:{color}")
+    kind = "swatch dashed" if is_dashed else "swatch"
+    return element("svg", square, viewBox="0 0 12 14", class_=kind, aria_hidden="true")
+
+
 def _escaped(text: str) -> str:
     """Return text as it may stand in a page, credentials of URIs left out."""
     return escape(redact(text))
-
-
-def _plain(value: object) -> str:
-    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 
 from raydl.tools.report import sections
-from raydl.tools.report.charts import color_class, legend, swatch
-from raydl.tools.report.curves import charts_of
+from raydl.tools.report.curves import charts_of, legend, line_swatch
 from raydl.tools.report.facts import RunFacts, moment
 from raydl.tools.report.html import Html, element, table
 from raydl.tools.report.sections import duration, speed, written
@@ -59,7 +58,7 @@ def _of_one(run: RunFacts) -> list[Html | None]:
 
 
 def _of_several(runs: list[RunFacts]) -> list[Html | None]:
-    keys = legend([(run.name, at) for at, run in enumerate(runs)])
+    keys = legend([run.name for run in runs])
     return [
         element("h1", f"{len(runs)} runs compared"),
         _comparison(runs),
@@ -73,7 +72,7 @@ def _of_several(runs: list[RunFacts]) -> list[Html | None]:
 def _section(run: RunFacts, at: int) -> Html:
     return element(
         "section",
-        element("h2", swatch(color_class(at)), " ", run.name),
+        element("h2", line_swatch(at), " ", run.name),
         element("p", sections.subtitle(run), class_="sub"),
         sections.headline(run),
         sections.notes(run),
@@ -111,7 +110,7 @@ def _comparison(runs: Sequence[RunFacts]) -> Html:
     rows: list[list[object]] = []
     for at, run in enumerate(runs):
         rows.append([
-            element("span", swatch(color_class(at)), " ", run.name, class_="key"),
+            element("span", line_swatch(at), " ", run.name, class_="key"),
             run.setting("method.name"),
             written(run.figure("center_accuracy"), "{:.2%}"),
             written(run.figure("samples"), "{:,.0f}"),

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from raydl.metrics import TAGS, TIME_PARTS
+from raydl.metrics.charts import bar_in_page, words
 from raydl.metrics.tags import STACK
 from raydl.text import clock_text
-from raydl.tools.report.charts import bars, part_class, swatch
 from raydl.tools.report.curves import charts_of_workers, worker_ids
 from raydl.tools.report.facts import RunFacts, number, plain
-from raydl.tools.report.html import Html, element, folded, table
+from raydl.tools.report.html import Html, element, folded, swatch, table
 
 _NONE = "-"
 _Row = TypeVar("_Row")
@@ -22,11 +22,6 @@ _MANY = 60
 """And so is one of more generations."""
 _MOST_ROWS = 1000
 """Of longer tables the middle is left out: a run of days may have thousands of generations."""
-
-
-def words(part: str) -> str:
-    """Return a time part's name for a person."""
-    return part.replace("_", " ")
 
 
 def written(value: object, pattern: str) -> str:
@@ -147,14 +142,26 @@ def notes(run: RunFacts) -> Html | None:
 def time_parts(runs: list[RunFacts]) -> Html | None:
     """Return the eight parts of the time, as bars and as a table with their sentences."""
     timed = [(run.name, run.time_parts) for run in runs]
-    drawn = bars(timed, {part: words(part) for part in STACK})
-    if drawn is None:
+    longest = max(sum(parts.values()) for _, parts in timed)
+    if longest <= 0:
         return None
     again = any(run.history.num_starts > 1 for run in runs)
     note = "Mean over the workers that trained at the end" + (
         "; of a run that was resumed, since its last start." if again else "."
     )
-    return element("div", drawn, element("p", note, class_="note"), _part_table(timed))
+    return element(
+        "div", _bars(timed, longest), element("p", note, class_="note"), _part_table(timed)
+    )
+
+
+def _bars(timed: list[tuple[str, dict[str, float]]], longest: float) -> Html:
+    drawn = []
+    for name, parts in timed:
+        before = element("b", name, " ") if len(timed) > 1 else None
+        total = f"{sum(parts.values()):,.1f} s per worker"
+        bar = bar_in_page(parts, longest=longest).svg(f"time parts of {name}", is_stretched=True)
+        drawn += [element("p", before, total, class_="over"), Html(bar)]
+    return element("div", *drawn, class_="bars")
 
 
 def _part_table(timed: list[tuple[str, dict[str, float]]]) -> Html:
@@ -165,7 +172,7 @@ def _part_table(timed: list[tuple[str, dict[str, float]]]) -> Html:
         cells: list[object] = [f"{value:,.2f}" for value in seconds]
         if len(timed) == 1:
             cells.append(f"{seconds[0] / sum(timed[0][1].values()):.1%}")
-        key = element("span", swatch(part_class(part)), " ", words(part), class_="key")
+        key = element("span", swatch(f"var(--{part})"), " ", words(part), class_="key")
         rows.append([explained(key, TIME_PARTS[part]), *cells])
     return table(["part", *names], rows, numbers=tuple(names))
 

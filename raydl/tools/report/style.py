@@ -1,16 +1,15 @@
 """The style sheet of the page: light and dark, on paper, and as narrow as a phone."""
 
 from raydl.metrics import STACK
+from raydl.metrics.charts import PALETTE
 
-_COLORS = (":root {", *(f"  --{part}: {color};" for part, color in STACK.items()), "}")
-"""The time parts have the colours that they have in all pictures; the dark page mends some."""
+_COLORS = (":root {", *(f"  --{n}: {color};" for n, color in (PALETTE | STACK).items()), "}")
+"""Those of all charts, by the names that the page's own charts use; the dark page mends some."""
 
 _PAGE = """
 :root {
   color-scheme: light dark;
-  --paper: #ffffff; --ink: #1c2024; --soft: #5c6670; --rule: #e3e6e9; --panel: #f6f7f8;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b3478f; --c4: #8a6d00; --c5: #3aa0d8;
-  --c6: #7b4fb5; --c7: #59636d;
+  --panel: #f6f7f8;
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
@@ -52,25 +51,16 @@ dl.tiles dd small { display: block; font-size: 13px; font-weight: 400; color: va
 figure { margin: 0; min-width: 0; break-inside: avoid; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 4px; }
 figure svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { fill: var(--soft); font-size: 12px; }
-svg .mid { text-anchor: middle; }
-svg .end { text-anchor: end; }
-svg .grid { stroke: var(--rule); stroke-width: 1; }
-.c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); }
-.c3 { color: var(--c3); } .c4 { color: var(--c4); } .c5 { color: var(--c5); }
-.c6 { color: var(--c6); } .c7 { color: var(--c7); }
-.line { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round; }
-.many .line { stroke-width: 1.3; }
-.dashed .line { stroke-dasharray: 6 3; }
-.dot { fill: currentColor; opacity: 0; }
-.dot:hover, .dot.few { opacity: 1; }
-.mark { fill: var(--paper); stroke: currentColor; stroke-width: 1.8; }
-.mark:hover { fill: currentColor; }
+svg text { font-size: 12px; }
+.dot circle { fill: currentColor; opacity: 0; }
+.dot circle:hover, .dot.few circle { opacity: 1; }
+.mark circle { fill: var(--paper); stroke: currentColor; stroke-width: 1.8; }
+.mark circle:hover { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 14px; font-size: 14px; }
 .key { overflow-wrap: anywhere; }
-.swatch { width: 12px; height: 14px; vertical-align: -2px; fill: currentColor; }
+.swatch { width: 12px; height: 14px; vertical-align: -2px; }
 .swatch.dashed rect { opacity: .5; }
-.bar { display: block; width: 100%; height: 26px; margin-bottom: 10px; border-radius: 4px; }
+.bars svg { display: block; width: 100%; height: 26px; margin-bottom: 10px; border-radius: 4px; }
 .over { font-size: 14px; margin: 0 0 2px; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; margin: 10px 0; }
 table { border-collapse: collapse; font-size: 14px; width: 100%; }
@@ -96,7 +86,7 @@ footer { margin-top: 48px; color: var(--soft); font-size: 13px; }
 }
 @media print {
   body { max-width: none; padding: 0; font-size: 11pt; }
-  .bar, .swatch, dl.tiles div { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .bars svg, .swatch, dl.tiles div { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   .charts { grid-template-columns: 1fr 1fr; }
   .wide { overflow: visible; }
   tr, dl.tiles div { break-inside: avoid; }
@@ -105,8 +95,5 @@ footer { margin-top: 48px; color: var(--soft); font-size: 13px; }
 }
 """
 
-_FILLS = tuple(f".part-{part} {{ fill: var(--{part}); }}" for part in STACK)
-"""Behind the page's own rules: a key, too, has the colour of its part and not that of text."""
-
-CSS = "\n".join((*_COLORS, _PAGE, *_FILLS))
+CSS = "\n".join((*_COLORS, _PAGE))
 """It names no file and no font that would have to be fetched."""

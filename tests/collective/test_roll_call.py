@@ -1,0 +1,147 @@
+"""What a failed operation of a user's group is put down to."""
+
+import time
+
+import pytest
+
+from raydl.collective import roll_call
+from raydl.collective.roll_call import RollCall
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+
+MEMBERS = ("a", "b", "c")
+
+
+class Keys:
+    """The store of a generation; ``is_lost``: nobody answers for it."""
+
+    def __init__(self):
+        self.words, self.is_lost = {}, False
+
+    def set(self, key, value):
+        if not self.is_lost:
+            self.words[key] = value
+
+    def get(self, key):
+        return self.words[key]
+
+    def keys_present(self, keys, within):
+        if self.is_lost:
+            raise RuntimeError("the center did not answer")
+        return [key for key in keys if key in self.words]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(roll_call, "_WAIT_S", 0.2)
+    monkeypatch.setattr(roll_call, "_TOGETHER_S", 0.0)
+
+
+@pytest.fixture
+def keys():
+    return Keys()
+
+
+def of(keys, rank, *, lost=()):
+    return RollCall(
+        "ring",
+        4,
+        MEMBERS,
+        rank,
+        store=keys,
+        timeout_s=9.0,
+        has_ended=lambda rank: MEMBERS[rank] in lost,
+    )
+
+
+def explained(roll, *, is_late=False, ranks=range(3)):
+    return roll.explain("reset by peer", operation=5, is_late=is_late, ranks=ranks)
+
+
+def test_a_process_that_has_ended_is_named_whatever_others_say(keys):
+    explained(of(keys, 1))
+    error = explained(of(keys, 0, lost=["c"]))
+    assert type(error) is ExchangeError
+    assert (error.missing, error.round, error.generation, error.group) == (("c",), 5, 4, "ring")
+
+
+def test_processes_that_end_together_are_named_together(keys):
+    seen = []
+
+    def has_ended(rank):
+        seen.append(rank)
+        return rank == 1 or (rank == 2 and seen.count(2) > 1)
+
+    roll = RollCall("ring", 4, MEMBERS, 0, store=keys, timeout_s=9.0, has_ended=has_ended)
+    assert explained(roll).missing == ("b", "c")
+
+
+def test_a_member_that_waited_in_vain_names_those_that_have_not_signed(keys):
+    explained(of(keys, 1, lost=["c"]))  # its operation failed as the first gave up
+    error = explained(of(keys, 0), is_late=True)
+    assert isinstance(error, ExchangeTimeoutError)
+    assert (error.missing, error.timeout_s) == (("c",), 9.0)
+
+
+def test_a_member_that_fails_because_another_waited_in_vain_names_the_same(keys):
+    explained(of(keys, 1), is_late=True)
+    error = explained(of(keys, 0))
+    assert isinstance(error, ExchangeTimeoutError)
+    assert error.missing == ("c",)
+
+
+def test_a_message_between_two_needs_no_word_of_a_third(keys):
+    assert explained(of(keys, 0), is_late=True, ranks=(0, 2)).missing == ("c",)
+
+
+def test_a_member_that_has_left_is_named_as_such_and_is_not_missing(keys):
+    of(keys, 2).leave()
+    error = explained(of(keys, 0))
+    assert type(error) is ExchangeError
+    assert "members ['c'] have left" in error.problem
+    assert error.missing == ()
+
+
+def test_a_member_that_leaves_after_a_failure_is_not_taken_for_its_cause(keys):
+    second = of(keys, 1)
+    explained(second, is_late=True)
+    second.leave()
+    assert explained(of(keys, 0)).missing == ("c",)
+
+
+def test_where_all_are_there_the_transports_words_are_told_soon(keys, monkeypatch):
+    monkeypatch.setattr(roll_call, "_WAIT_S", 100.0)
+    for rank in (1, 2):
+        keys.set(f"out/{rank}", b"failed")
+    error = explained(of(keys, 0))
+    assert error.problem == "reset by peer; form the group again, under a later generation"
+    assert error.missing == ()
+
+
+def test_without_the_keys_those_are_named_that_ray_knows_to_have_ended(keys):
+    keys.is_lost = True
+    assert explained(of(keys, 0, lost=["b"])).missing == ("b",)
+    assert explained(of(keys, 0)).missing == ()
+    assert isinstance(explained(of(keys, 0), is_late=True), ExchangeTimeoutError)
+
+
+def test_the_call_is_bounded(keys):
+    began = time.monotonic()
+    explained(of(keys, 0))
+    assert 0.2 <= time.monotonic() - began < 5.0
+
+
+def test_one_that_waits_looks_after_one_member_a_second_in_turn(keys, monkeypatch):
+    now, asked = [100.0], []
+    monkeypatch.setattr(roll_call.time, "monotonic", lambda: now[0])
+
+    def has_ended(rank):
+        asked.append(rank)
+        return len(asked) == 4
+
+    roll = RollCall("ring", 4, MEMBERS, 1, store=keys, timeout_s=9.0, has_ended=has_ended)
+    for _ in range(6):
+        roll.watch()
+        now[0] += 0.5
+    assert asked == [2, 0, 1]
+    with pytest.raises(RuntimeError, match="ended"):
+        roll.watch()

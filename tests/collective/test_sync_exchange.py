@@ -1,0 +1,219 @@
+"""One scenario for every transport of the synchronous exchange."""
+
+import os
+import threading
+import time
+
+import pytest
+import ray
+import torch
+from processes import resident_bytes
+from stores import StoreActor
+
+from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
+from raydl.collective.sync_exchange import GatheredExchange, SyncExchange
+from raydl.config import OptimizerConfig
+from raydl.core.center import Center
+from raydl.core.compression import ErrorFeedback, parse_codec
+from raydl.core.exchange import Header
+from raydl.core.optimizers import make_optimizer
+from raydl.core.rules import Elastic, Sends
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.worker.in_process import LocalGroup
+
+BETA = 0.5
+
+
+def make_exchange(group, size):
+    return SyncExchange(
+        group,
+        Center(
+            torch.ones(size),
+            torch.zeros(2),
+            rule=Elastic(BETA),
+            make_optimizer=make_optimizer(OptimizerConfig()),
+        ),
+        span=slice(0, size),
+        round=0,
+    )
+
+
+def take_rounds(group, rank, *, size, num_rounds):
+    """Exchange a few rounds; return what this rank saw of the last one."""
+    exchange = make_exchange(group, size)
+    for round in range(num_rounds):
+        weights = torch.full((size,), float(rank + round))
+        exchange.begin(weights, torch.tensor([rank, 1.0]), Header(num_samples=3.0, stop=rank))
+        arrival = exchange.wait()
+        tally, sums = arrival.tally, arrival.sums
+        exchange.commit()
+    return exchange.center.weights, exchange.center.buffers, tally, sums, exchange.round
+
+
+def check_rounds(results, *, size, num_rounds):
+    """Hold the results of all ranks against the equations."""
+    p = len(results)
+    center, alpha = torch.ones(size), BETA / p
+    for round in range(num_rounds):
+        total = torch.full((size,), float(sum(range(p)) + p * round))
+        center += alpha * (total - p * center)
+    for weights, buffers, tally, sums, round in results:
+        torch.testing.assert_close(weights, center)
+        assert torch.equal(weights, results[0][0])  # the same bits on every rank
+        torch.testing.assert_close(buffers, torch.tensor([(p - 1) / 2, 1.0]))
+        assert (tally.num_workers, tally.num_messages, tally.num_samples) == (p, p, 3.0 * p)
+        assert sums.stop == sum(range(p))
+        assert round == num_rounds
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 4, 1001])
+def test_threads_exchange(num_workers, size):
+    group = LocalGroup(num_workers, timeout_s=20.0)
+    results = [None] * num_workers
+
+    def run(rank):
+        results[rank] = take_rounds(group.member(rank), rank, size=size, num_rounds=4)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    check_rounds(results, size=size, num_rounds=4)
+
+
+def test_a_thread_that_does_not_come_is_named_and_nothing_changes():
+    exchange = make_exchange(LocalGroup(2, timeout_s=0.05, generation=4).member(0), 3)
+    exchange.begin(torch.zeros(3), torch.zeros(2), Header())
+    with pytest.raises(ExchangeTimeoutError, match=r"generation 4.*waiting for workers \['rank 1'"):
+        exchange.wait()
+    assert exchange.center.weights.tolist() == [1, 1, 1]
+    assert exchange.round == 0
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_ten_thousand_rounds_leave_memory_flat(codec):
+    group = LocalGroup(1, timeout_s=5.0).member(0)
+    exchange = make_exchange(group, 2_000)
+    if codec != "none":
+        exchange = GatheredExchange(
+            group,
+            exchange.center,
+            span=exchange.span,
+            round=0,
+            sends=Sends.WEIGHTS,
+            feedback=ErrorFeedback(parse_codec(codec)),
+        )
+    weights, buffers = torch.ones(2_000), torch.zeros(2)
+
+    def rounds(count):
+        for _ in range(count):
+            exchange.begin(weights, buffers, Header())
+            exchange.wait()
+            exchange.commit()
+
+    rounds(500)
+    before = resident_bytes()
+    rounds(10_000)
+    assert resident_bytes() - before < 4_000_000  # five hundred vectors
+
+
+@ray.remote(num_cpus=0)
+class Peer:
+    """One rank in a process of its own."""
+
+    def pid(self):
+        return os.getpid()
+
+    def join(self, address, num_workers, rank, store):
+        torch.set_num_threads(1)
+        self.rank = rank
+        ids = tuple(f"w{r}" for r in range(num_workers))
+        self.group = CollectiveGroup(address, ids, rank, center=store)
+
+    def rounds(self, size, num_rounds):
+        return take_rounds(self.group, self.rank, size=size, num_rounds=num_rounds)
+
+    def fail(self, size):
+        """Exchange once and say how it failed, how long it took, and what changed."""
+        exchange = make_exchange(self.group, size)
+        start = time.monotonic()
+        exchange.begin(torch.zeros(size), torch.zeros(2), Header())
+        try:
+            exchange.wait()
+        except ExchangeError as error:
+            changed = bool((exchange.center.weights != 1).any())
+            return error, time.monotonic() - start, changed
+        return None, 0.0, False
+
+
+class Peers:
+    """Peers that form one group after another; those that were not killed serve again."""
+
+    def __init__(self):
+        self.store, self.alive, self.generation = StoreActor.remote(), [], 0
+
+    def form(self, num_workers, *, timeout_s=20.0):
+        """Return so many in a group of their own."""
+        self.alive += [Peer.remote() for _ in range(num_workers - len(self.alive))]
+        members, self.generation = self.alive[:num_workers], self.generation + 1
+        # All are up before they meet: the time-out is for meeting, not for starting.
+        ray.get([m.pid.remote() for m in members], timeout=120)
+        address = GroupAddress(f"test{id(self)}", self.generation, "cpu", timeout_s)
+        refs = [m.join.remote(address, num_workers, r, self.store) for r, m in enumerate(members)]
+        ray.get(refs, timeout=60)
+        return members
+
+    def kill(self, peer):
+        self.alive.remove(peer)
+        os.kill(ray.get(peer.pid.remote(), timeout=30), 9)
+
+
+@pytest.fixture(scope="module")
+def peers(cluster):
+    peers = Peers()
+    yield peers
+    for actor in (peers.store, *peers.alive):
+        ray.kill(actor)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("num_workers", "size"), [(2, 1001), (3, 5), (1, 7)])
+def test_actors_exchange_in_groups_of_any_size_one_after_another(peers, num_workers, size):
+    """The same processes form a group of two, then of three, then of one: no size is fixed."""
+    results = ray.get([p.rounds.remote(size, 4) for p in peers.form(num_workers)], timeout=60)
+    check_rounds(results, size=size, num_rounds=4)
+
+
+@pytest.mark.cluster
+def test_an_actor_that_does_not_come_is_named_within_the_time_out(peers):
+    members = peers.form(3, timeout_s=6.0)
+    refs = [members[rank].fail.remote(100) for rank in (0, 2)]
+    for error, waited_s, changed in ray.get(refs, timeout=60):
+        assert isinstance(error, ExchangeTimeoutError)
+        assert error.missing == ("w1",)
+        assert 4.5 < waited_s < 14.0
+        assert not changed
+
+
+@pytest.mark.cluster
+def test_a_killed_actor_fails_the_exchange_of_its_peers_at_once(peers):
+    left, lost = peers.form(2, timeout_s=30.0)
+    ref = left.fail.remote(100)
+    peers.kill(lost)
+    error, waited_s, changed = ray.get(ref, timeout=60)
+    assert type(error) is ExchangeError
+    assert waited_s < 10.0
+    assert not changed
+
+
+@pytest.mark.cluster
+def test_a_group_that_forms_while_the_center_is_lost_is_given_up_at_once(peers):
+    store, (peer,) = StoreActor.remote(), peers.form(1)
+    ray.get([store.wait_for_keys.remote("run", 1, [], 0.0), peer.pid.remote()], timeout=120)
+    ray.kill(store)
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match="the center did not answer"):
+        ray.get(peer.join.remote(GroupAddress("run", 1, "cpu", 60.0), 2, 0, store), timeout=60)
+    assert time.monotonic() - began < 20.0

@@ -1,0 +1,438 @@
+"""What is wrong with a rule of a user's own is one sentence, before anything starts."""
+
+import functools
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+from ensembles import linear
+from histories import History, assert_same, config
+from torch.optim import SGD
+from user_loops import Threads, settings
+
+import raydl
+from raydl.config import MethodConfig, TrainConfig
+from raydl.core.custom_rule import check_rule, try_rule
+from raydl.core.methods import METHODS, resolve
+from raydl.core.rules import MeanGradient, Outer, Rule, Sends
+from raydl.errors import ConfigError, ShapeError
+from raydl.tasks import Classification
+
+
+class Halfway(Rule):
+    """A rule that is right."""
+
+    period = 4
+
+    def pull(self, replica, center, tally, *, out):
+        return torch.sub(replica, center, out=out).mul_(0.5)
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.lerp_(total.div_(tally.num_messages), 0.5)
+
+
+class KeepsMomentum(Halfway):
+    """c <- c + v, with v in the rule itself."""
+
+    def __init__(self):
+        self.velocity = None
+
+    def update_center_(self, center, total, tally, optimizer):
+        gap = total.div_(tally.num_messages).sub_(center)
+        self.velocity = gap if self.velocity is None else 0.9 * self.velocity + gap
+        center.add_(self.velocity, alpha=0.1)
+
+
+class Counts(Halfway):
+    calls = []  # noqa: RUF012
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.calls.append(1)
+        super().update_center_(center, total, tally, optimizer)
+
+
+class CountsInPlace(Halfway):
+    def __init__(self):
+        self.seen = torch.zeros(3)
+
+    def pull(self, replica, center, tally, *, out):
+        self.seen += 1
+        return super().pull(replica, center, tally, out=out)
+
+
+class Nested(Halfway):
+    def __init__(self):
+        self.memory = {"rounds": [0]}
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.memory["rounds"][0] += 1
+        super().update_center_(center, total, tally, optimizer)
+
+
+class Misspelt(Halfway):
+    strategy = "asynchronous"
+
+
+class MisspeltName(Halfway):
+    stategy = "async"
+
+
+class NoPull(Rule):
+    def update_center_(self, center, total, tally, optimizer):
+        center.copy_(total.div_(tally.num_messages))
+
+
+class British(Rule):
+    sends = Sends.PROGRESS
+
+    def update_centre_(self, center, total, tally, optimizer):
+        center.sub_(total)
+
+
+class PullsWithoutOut(Halfway):
+    def pull(self, replica, center, tally):
+        return (replica - center) * 0.5
+
+
+class ForgetsToReturn(Halfway):
+    def pull(self, replica, center, tally, *, out):
+        torch.sub(replica, center, out=out).mul_(0.5)
+
+
+class PullsItself(Halfway):
+    def pull(self, replica, center, tally, *, out):
+        return replica.sub_(center).mul_(0.5)
+
+
+class Rebinds(Halfway):
+    """Trains to nothing, were it taken: nobody sees the new center."""
+
+    def update_center_(self, center, total, tally, optimizer):
+        center = center + 0.5 * (total / tally.num_messages - center)
+
+
+class RebindsData(Halfway):
+    def update_center_(self, center, total, tally, optimizer):
+        center.data = center + 0.5 * (total / tally.num_messages - center)
+
+
+class WantsARate(Halfway):
+    def __init__(self, rate):
+        self.rate = rate
+
+
+class NoPeriod(Halfway):
+    period = 0
+
+
+class SendsText(Halfway):
+    sends = "weights"
+
+
+def tried(rule, num_parameters=12):
+    """Take a rule as a run does: its settings first, the rule itself with the model."""
+    resolve(TrainConfig(method=MethodConfig(name="own")), rule)
+    try_rule(rule, num_parameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (KeepsMomentum, "KeepsMomentum.update_center_() changed the rule's attribute velocity: a "),
+        (Counts, "Counts.update_center_() changed the rule's attribute calls: a resumed run and"),
+        (CountsInPlace, "CountsInPlace.pull() changed the rule's attribute seen: a resumed run"),
+        (Nested, "Nested.update_center_() changed the rule's attribute memory: a resumed run and"),
+        (Misspelt, "Misspelt.strategy has no 'asynchronous'; did you mean async"),
+        (MisspeltName, "MisspeltName has no 'stategy'; did you mean strategy"),
+        (NoPull, "NoPull sends weights and has no pull() (docs/algorithms.md)"),
+        (British, "British sends progress and has no update_center_(); is update_centre_() meant?"),
+        (PullsWithoutOut, "PullsWithoutOut.pull() must take (self, replica:"),
+        (ForgetsToReturn, "ForgetsToReturn.pull() must return what the replica subtracts, torch"),
+        (PullsItself, "PullsItself.pull() must leave replica and center as they are, and write"),
+        (Rebinds, "Rebinds.update_center_() did not move the center in 16 updates on trial; move"),
+        (
+            RebindsData,
+            "RebindsData.update_center_() did not move the center in 16 updates on trial",
+        ),
+        (NoPeriod, "NoPeriod.period must be a whole number from 1 on, got 0"),
+        (SendsText, "SendsText.sends must be one of raydl.core.rules.Sends, got 'weights'"),
+    ],
+)
+def test_what_is_wrong_is_told_by_name(kind, sentence):
+    kept = list(Counts.calls)
+    with pytest.raises(ConfigError, match=f"^method.name {re.escape(sentence)}"):
+        tried(kind())
+    assert Counts.calls == kept + [1] * (kind is Counts) * 16, "a class attribute is no copy"
+    Counts.calls.clear()
+
+
+def test_the_sentence_says_where_state_belongs():
+    with pytest.raises(ConfigError) as error:
+        try_rule(KeepsMomentum(), 12)
+    assert str(error.value).endswith(
+        "a resumed run and workers that join later would not have it, and spans of the parameters "
+        "would share it; keep state in the optimizer that make_center_optimizer() returns "
+        "(docs/algorithms.md)"
+    )
+
+
+@pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.core.rules:Elastic"])
+def test_a_rule_by_name_that_wants_arguments(name):
+    config = TrainConfig(method=MethodConfig(name=name))
+    if name.endswith("Elastic"):  # it has a from_config of its own
+        assert resolve(config).rule.beta == config.method.beta
+        return
+    with pytest.raises(ConfigError) as error:
+        resolve(config)
+    assert str(error.value) == (
+        "method.name test_custom_rules:WantsARate can not be made: missing a required argument: "
+        "'rate'; give its arguments defaults, define from_config(config), or give an instance in "
+        "Python: Trainer(method=...)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Halfway, "method is the class Halfway; give an instance of it"),
+        (3, "method must be a name, a MethodConfig or a Rule, got a int"),
+    ],
+)
+def test_what_is_no_method_is_told(method, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        raydl.Trainer("mlp", "digits", method=method)
+
+
+class WithMomentum(Halfway):
+    """The same momentum where it belongs."""
+
+    sends = Sends.PROGRESS
+
+    def make_center_optimizer(self, tensors):
+        return SGD(tensors, lr=0.5, momentum=0.9)
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.grad = total.div_(tally.num_messages)
+        optimizer.step()
+        center.grad = None
+
+
+class Waits(Outer):
+    """Steps with every fourth message."""
+
+    strategy = "async"
+
+    def update_center_(self, center, total, tally, optimizer):
+        state = optimizer.state[center]
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] % 4 == 0:
+            super().update_center_(center, total, tally, optimizer)
+
+
+class Holds(Halfway):
+    """Settings of any kind, which nothing changes."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.scale = torch.ones(())
+        self.table = {"rates": [0.5, 0.25], "by": self}
+        self.how = lambda value: value
+
+
+class NeverEqual:
+    """A value that differs from its own copy."""
+
+    def __eq__(self, other):
+        return False
+
+    __hash__ = None
+
+
+class NotCompared(NeverEqual):
+    def __eq__(self, other):
+        raise TypeError("which is the greater?")
+
+    __hash__ = None
+
+
+class HoldsMore(Halfway):
+    """Values that are hard to compare, and names that are near those of settings."""
+
+    periods = (2, 4)
+    strategies = {"a": 1}  # noqa: RUF012
+    _period = 3
+
+    def __init__(self):
+        self.values = [NeverEqual(), NotCompared(), float("nan"), torch.tensor(torch.nan)]
+        self.array = np.array([np.nan, 1.0])
+        self.objects = np.array([None, "a"], dtype=object)
+
+    @functools.cached_property
+    def share(self):
+        return 0.5
+
+    def pull(self, replica, center, tally, *, out):
+        return torch.sub(replica, center, out=out).mul_(self.share)
+
+
+class Masked(Halfway):
+    """Holds a number for each parameter of a model."""
+
+    def __init__(self, num_parameters):
+        self.mask = (torch.arange(num_parameters) % 2).float()
+
+    def pull(self, replica, center, tally, *, out):
+        return torch.sub(replica, center, out=out).mul_(self.mask)
+
+
+class Slow(Halfway):
+    """Moves the center by next to nothing."""
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.lerp_(total.div_(tally.num_messages), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Halfway(), WithMomentum(), Waits(), Holds(), HoldsMore(), Masked(12), Slow(), MeanGradient()],
+)
+def test_a_rule_that_is_right_is_taken_as_it_is(rule):
+    before = dict(vars(rule))
+    tried(rule)
+    assert vars(rule).keys() == before.keys()
+    assert all(value is before[key] for key, value in vars(rule).items())
+
+
+def test_a_named_method_with_hardly_any_coupling_is_taken():
+    case = settings(MethodConfig(name="sync-easgd", beta=1e-9), 1)
+    model = linear((1, 4, 4), 3)
+    with Threads(case).attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as elastic:
+        assert elastic.rank == 0
+
+
+class CountsInBfloat16(Halfway):
+    def __init__(self):
+        self.seen = torch.zeros(3, dtype=torch.bfloat16)
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.seen += 1
+        super().update_center_(center, total, tally, optimizer)
+
+
+class CountsBesideWhatCanNotBeCompared(Halfway):
+    def __init__(self):
+        self.held = {"what": NotCompared(), "seen": [0]}
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.held["seen"][0] += 1
+        super().update_center_(center, total, tally, optimizer)
+
+
+@pytest.mark.parametrize("kind", [CountsInBfloat16, CountsBesideWhatCanNotBeCompared])
+def test_state_of_any_kind_is_found(kind):
+    with pytest.raises(ConfigError, match=r"update_center_\(\) changed the rule's attribute"):
+        tried(kind())
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_named_rule_passes_the_trial(name):
+    rule = resolve(TrainConfig(method=MethodConfig(name=name))).rule
+    check_rule(rule)
+    try_rule(rule, 12)
+
+
+def test_the_trial_draws_nothing():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    try_rule(Halfway(), 12)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_what_a_rule_raises_comes_as_it_is():
+    class Raises(Halfway):
+        def update_center_(self, center, total, tally, optimizer):
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        try_rule(Raises(), 12)
+
+
+class MaskedAndCounts(Masked):
+    count = 0
+
+    def pull(self, replica, center, tally, *, out):
+        self.count += 1
+        return super().pull(replica, center, tally, out=out)
+
+
+def test_a_rule_for_a_model_of_one_size_is_tried_on_that_size():
+    with pytest.raises(ConfigError, match="changed the rule's attribute count"):
+        try_rule(MaskedAndCounts(12), 12)
+    with pytest.raises(RuntimeError, match="must match"):
+        try_rule(Masked(12), 13)
+
+
+def test_a_rule_for_the_size_of_the_model_trains(tmp_path):
+    num_parameters = 64 * 10 + 10
+    result = raydl.Trainer(
+        raydl.Classification(
+            lambda shape, n: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, n))
+        ),
+        method=Masked(num_parameters),
+        training=raydl.TrainingConfig(epochs=2),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    assert result.metrics["center_accuracy"] > 0.5
+
+
+def test_state_in_its_place_survives_a_resumption():
+    """What was lost with KeepsMomentum: a newcomer's center is that of the others."""
+    case = config("local-sgd", epochs=4)
+    history = History(case, task=Classification(linear), rule=WithMomentum())
+    history.train("w0", "w1", rounds=3)
+    history.train("w0", "w1", "w2", rounds=2)
+    centers = [history.workers[w].center() for w in ("w0", "w1", "w2")]
+    for center in centers[1:]:
+        assert_same(center, centers[0])
+
+
+# a loop of one's own
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("method", "exchange"),
+    [("sync-easgd", {}), ("async-easgd", {}), ("sync-easgd", {"compression": "int8"})],
+)
+def test_attached_models_are_of_a_dtype_that_can_be_exchanged(dtype, method, exchange):
+    model = linear((1, 4, 4), 3).to(dtype)
+    threads = Threads(settings(MethodConfig(name=method, period=2), 1, **exchange))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if dtype is torch.float64 and method == "sync-easgd" and not exchange:
+        with threads.attach(model, optimizer) as elastic:
+            for _ in range(4):
+                model(torch.ones(2, 1, 4, 4, dtype=dtype)).sum().backward()
+                elastic.step()
+            assert all(v.dtype is dtype for v in elastic.center_state_dict().values())
+        return
+    sentence = (
+        "must have float32 parameters for method"
+        if dtype is torch.float64
+        else ("must have float32 or float64 parameters, they are")
+    )
+    with pytest.raises(ShapeError, match=sentence):
+        threads.attach(model, optimizer)
+
+
+def test_a_rule_is_tried_before_it_is_attached_too():
+    from raydl.worker.user_loop import job_of
+
+    model = linear((1, 4, 4), 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    case = settings(MethodConfig(name="own", period=2), 1)
+    with pytest.raises(ConfigError, match="did not move the center in 16 updates"):
+        job_of(case, model, optimizer, Rebinds())

@@ -1,0 +1,90 @@
+"""Workers with loops of their own in threads of this process: the room without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
+from raydl.elastic.rendezvous import RendezvousServer
+from raydl.elastic.rendezvous_client import RendezvousClient
+from raydl.worker.in_process import LocalCenterClient, LocalGroup
+from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
+
+TIMEOUT_S = 30.0
+
+
+def settings(
+    method: MethodConfig, num_workers: Any, *, lease_s: float = 60.0, **exchange: Any
+) -> TrainConfig:
+    return TrainConfig(
+        method=method,
+        training=endless_training(),
+        scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=TIMEOUT_S),
+        exchange=ExchangeConfig(timeout_s=TIMEOUT_S, **exchange),
+        elastic=ElasticConfig(lease_s=lease_s),
+    )
+
+
+class ThreadPost(LocalCenterClient):
+    """A post that can be left, which does nothing."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class Threads:
+    """The room of one run, and its roads."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.is_sync = config, False
+        self.server: RendezvousServer | None = None
+        self.groups: dict[int, LocalGroup] = {}
+        self._lock = threading.Lock()
+
+    def attach(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, worker_id: str | None = None
+    ) -> Attached:
+        """Return a loop's handle, as ``raydl.attach`` does with Ray."""
+        job = job_of(self.config, model, optimizer, None)
+        terms = terms_of(job, model)
+        self.is_sync = job.method.is_sync
+
+        def find() -> RendezvousServer:
+            with self._lock:
+                self.server = self.server or RendezvousServer("run", job, terms)
+            return self.server
+
+        rendezvous = RendezvousClient(
+            "run",
+            find,
+            self.make_transport,
+            terms=terms,
+            lease_s=self.config.elastic.lease_s,
+            in_rounds=job.method.is_sync,
+            wish=worker_id,
+        )
+        return Attached(model, optimizer, job=job, rendezvous=rendezvous)
+
+    def make_transport(self, worker_id: str, membership: Any, abandoned: threading.Event) -> Any:
+        if self.server and not self.is_sync:
+            return ThreadPost(self.server.center_server)
+        with self._lock:
+            group = self.groups.setdefault(
+                membership.generation,
+                LocalGroup(
+                    membership.num_workers, timeout_s=TIMEOUT_S, generation=membership.generation
+                ),
+            )
+        return group.member(membership.worker_ids.index(worker_id))
+
+
+def run_all(loops: list[Callable[[], Any]]) -> list[Any]:
+    """Run loops in threads, and return what they returned."""
+    with ThreadPoolExecutor(len(loops)) as pool:
+        futures = [pool.submit(loop) for loop in loops]
+        return [future.result(timeout=60) for future in futures]

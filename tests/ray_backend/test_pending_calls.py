@@ -1,0 +1,172 @@
+"""Why a call of an actor failed, in few words, from the pages that Ray says."""
+
+from unittest.mock import Mock
+
+import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
+
+from raydl.core.progress import Progress
+from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend.pending_calls import PendingCalls, in_few_words
+from raydl.ray_backend.start_timeouts import StartTimeouts
+from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup
+
+PROCESS = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+    "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
+)
+NODE = "The actor died because its node has died. Node Id: 17\n\tthe actor's node was terminated"
+
+
+def died(message):
+    """Ray's error of an actor, as it is made of what the cluster says."""
+    context = ActorDiedErrorContext(
+        error_message=message, class_name="WorkerActor", pid=17, actor_id=b"a" * 16
+    )
+    return ActorDiedError(context)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [(PROCESS, "its process was killed, or crashed"), (NODE, "its node was lost")],
+)
+def test_of_an_actor_that_died_it_is_told_what_is_known(message, words):
+    assert str(died(message)).startswith("The actor died unexpectedly before finishing this task")
+    assert in_few_words(died(message)) == words
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RayActorError(), "The actor experienced an error before finishing this task."),
+        (OutOfMemoryError("the node was out of memory\nand more"), "the node was out of memory"),
+        (ValueError("\n one\ntwo"), "one"),
+        (ConnectionError(), "ConnectionError"),
+    ],
+)
+def test_of_anything_else_the_first_line_is_told(error, words):
+    assert in_few_words(error) == words
+
+
+class Bare(RayWorkerGroup):
+    """A worker group whose center has no process."""
+
+    def __init__(self):
+        self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
+        self._shards, self._places, self._starts = [], {}, StartTimeouts(600.0)
+        self._workers = {"w0": Mock()}
+        self._collected = {}
+        self._backup = _Backup(is_needed=True)
+        self.started_with = []
+
+    def _start_center(self, snapshot, optimizer=None):
+        self._calls.expect("opened", "center", list)
+        self.started_with.append(optimizer)
+
+    def hand_over_checkpoint(self, snapshot):
+        self._collected = {"center": None}
+        (collected,) = self._on_center(None)(snapshot)
+        assert collected.snapshot is snapshot
+
+
+def center_of(round):
+    return Mock(progress=Progress(round=round), optimizer=f"of {round}")
+
+
+@pytest.fixture
+def worker_group(monkeypatch):
+    """A worker group that has just begun; references are the objects themselves."""
+    monkeypatch.setattr("raydl.ray_backend.worker_group.ray.put", lambda value: value)
+    worker_group = Bare()
+    worker_group.start_center(center_of(7))
+    return worker_group
+
+
+def test_a_center_that_is_lost_before_its_first_backup_keeps_the_optimizer_it_began_with(
+    worker_group,
+):
+    assert worker_group.rebuild_center("w0") == "its optimizer is as it was after 7 exchanges"
+    assert worker_group.started_with[-1] == "of 7"
+
+
+def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is_not(worker_group):
+    worker_group.hand_over_checkpoint(center_of(20))
+    worker_group.rebuild_center("w0")
+    worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
+    worker_group.hand_over_checkpoint(center_of(25))
+    worker_group.rebuild_center("w0")
+    assert worker_group.started_with[-2:] == ["of 20", "of 30"]
+
+
+def test_a_center_that_goes_back_to_its_checkpoint_takes_no_later_optimizer_with_it(worker_group):
+    worker_group.hand_over_checkpoint(center_of(20))
+    worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
+    worker_group.rebuild_center(None)
+    worker_group.rebuild_center("w0")
+    assert worker_group.started_with[-1] == "of 20"
+
+
+def test_the_score_of_a_center_that_was_made_again_does_not_come(worker_group):
+    worker_group._calls.expect("score", "evaluator", list, task="evaluation")
+    worker_group._calls.expect("state", "w0", list, task="state of w0")
+    worker_group.rebuild_center(None)
+    assert worker_group._calls.pop_call("score") is None
+    assert worker_group._calls.pop_call("state") is not None
+    assert worker_group._calls.pop_call("opened").who == "center"
+
+
+# many answers
+
+
+class Arrivals:
+    """Ray's wait, on a clock of its own: a reference is (when its answer is there, its name)."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def wait(self, refs, *, num_returns, timeout, fetch_local=True):
+        enough = sorted(at for at, _ in refs)[num_returns - 1]
+        self.now = max(self.now, min(self.now + timeout, enough))
+        ready = [ref for ref in refs if ref[0] <= self.now]
+        return ready[:num_returns], []
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    arrivals = Arrivals()
+    monkeypatch.setattr("raydl.ray_backend.pending_calls.ray", arrivals)
+    return arrivals
+
+
+def calls_of(*refs, loops=()):
+    calls = PendingCalls()
+    for at, name in refs:
+        calls.expect((at, name), name, list, can_wait=True)
+    for at, name in loops:
+        calls.expect((at, name), name, list, generation=1)
+    return calls
+
+
+def test_answers_of_many_workers_that_come_one_after_another_are_taken_in_few_polls(arrivals):
+    answers = [(0.001 * n, f"w{n}") for n in range(256)]
+    calls, polls = calls_of(*answers, loops=[(1e6, f"w{n}") for n in range(256)]), []
+    while len([ref for ready in polls for ref in ready]) < 256:
+        polls.append(calls.wait(0.25))
+        for ref in polls[-1]:
+            calls.pop_call(ref)
+    assert len(polls) <= 5
+    assert arrivals.now < 0.5
+
+
+def test_a_loop_that_ends_is_told_at_once_though_other_answers_are_gathered(arrivals):
+    answers = [(0.001 * n, f"w{n}") for n in range(256)]
+    calls = calls_of(*answers, loops=[(0.0425, "w7"), *((1e6, f"w{n}") for n in range(256))])
+    assert (0.0425, "w7") in calls.wait(0.25)
+    assert arrivals.now == 0.0425
+
+
+def test_two_workers_answers_wait_for_a_millisecond(arrivals):
+    calls = calls_of((0.0, "w0"), (0.2, "w1"), loops=[(1e6, "w0"), (1e6, "w1")])
+    assert calls.wait(0.25) == [(0.0, "w0")]
+    assert arrivals.now <= 0.001

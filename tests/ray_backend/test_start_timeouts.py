@@ -1,0 +1,160 @@
+"""A process that a node holds must answer some time; one that waits for room need not."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import ray
+from clusters import BOUND_S
+from processes import stopped_processes
+
+from raydl.config import ElasticConfig, ScalingConfig
+from raydl.core.worker_group import Lost, Refused
+from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend.cluster import Notices, node_here
+from raydl.ray_backend.liveness import Liveness
+from raydl.ray_backend.pending_calls import PendingCalls
+from raydl.ray_backend.start_timeouts import StartTimeouts
+from raydl.ray_backend.worker_group import RayWorkerGroup
+
+
+class Watch:
+    """Looks every second at processes that start, with a patience of 60 s."""
+
+    def __init__(self, *names):
+        self.now, self.there = 0.0, set()
+        self.starts = StartTimeouts(60.0, clock=lambda: self.now)
+        for name in names:
+            self.starts.begin(name)
+
+    def look_on(self, until):
+        """Look until then; return who was ever given up, with the moment."""
+        found = {}
+        while self.now < until:
+            self.now += 1.0
+            for who, waited_s in self.starts.look(self.there.__contains__):
+                found.setdefault(who, (self.now, waited_s))
+        return found
+
+
+def test_a_process_without_room_is_waited_for_as_long_as_it_takes():
+    assert Watch("w0").look_on(until=10_000.0) == {}
+
+
+def test_a_process_that_is_there_and_does_not_answer_is_given_up_after_its_time():
+    watch = Watch("w0", "w1")
+    watch.look_on(until=100.0)
+    watch.there.add("w1")
+    assert watch.look_on(until=300.0) == {"w1": (170.0, 65.0)}  # seen at 105, then every 5 s
+
+
+def test_a_process_that_has_answered_or_ended_is_not_given_up():
+    watch = Watch("w0", "w1")
+    watch.there |= {"w0", "w1"}
+    watch.look_on(until=30.0)
+    watch.starts.end("w0")
+    watch.starts.end("unknown")
+    assert set(watch.look_on(until=300.0)) == {"w1"}
+
+
+def test_a_process_is_looked_at_every_five_seconds():
+    watch, looks = Watch("w0"), []
+    for _ in range(20):
+        watch.now += 1.0
+        watch.starts.look(lambda who: looks.append((who, watch.now)))
+    assert looks == [("w0", 5.0), ("w0", 10.0), ("w0", 15.0), ("w0", 20.0)]
+
+
+@ray.remote(num_cpus=0)
+class Halted:
+    """A worker whose process stops before it hears a call."""
+
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def ping(self):
+        pass
+
+    def setup(self, *arguments):
+        pass
+
+
+class OneWorker(RayWorkerGroup):
+    """A worker group that has no center, and takes up what is asked for as it does in a run."""
+
+    def __init__(self, patience_s):
+        self._job = SimpleNamespace(config=SimpleNamespace(
+            scaling=ScalingConfig(num_workers=1), elastic=ElasticConfig(max_busy_s=patience_s)
+        ))  # fmt: skip
+        self._home, self._asked_at = node_here(), time.monotonic() + 1e6
+        self._calls, self._heartbeats, self._liveness = PendingCalls(), Heartbeats(10.0), Liveness()
+        self._starts, self._notices = StartTimeouts(patience_s), Notices()
+        self._avoided, self._told_busy = set(), set()
+        self._workers, self._places, self._events, self._late = {}, {}, [], []
+        self._train = self._prepare = self._non_trainable = None
+
+
+@pytest.mark.cluster
+def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster, monkeypatch):
+    monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", Halted)
+    before, worker_group = stopped_processes(), OneWorker(patience_s=1.0)
+    worker_group.request_worker("w0")
+    deadline, events = time.monotonic() + BOUND_S, []
+    while not events:
+        assert time.monotonic() < deadline
+        events = worker_group.poll(0.25)
+    (lost,) = events
+    assert lost.name == "w0"
+    assert lost.reason.startswith("its process has not answered since it began, ")
+    assert lost.reason.endswith(" s ago (elastic.max_busy_s)")
+    assert isinstance(lost, Lost)
+    while stopped_processes() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class StartingShards(RayWorkerGroup):
+    """A center of three shards, of which none has answered yet."""
+
+    def __init__(self):
+        self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
+        self._starts, self._places, self._workers = StartTimeouts(600.0), {}, {}
+        self._shards, self._events = [Mock(), Mock(), Mock()], []
+        self._notices = SimpleNamespace(new=lambda homes: [])
+        self._is_open, self._evaluator = False, None
+        for index in (1, 2):
+            self._starts.begin(f"shard {index}")
+
+    def ask_again(self):
+        self._asked_at = -1e9
+        self._calls.forget(lambda _: True)
+        self._ask_for_news()
+
+    @property
+    def leased(self):
+        return self._heartbeats.silent(-1.0)
+
+
+def test_a_shard_has_a_lease_from_its_first_answer_on():
+    """Before that it imports and builds, which takes longer than a lease on a crowded machine."""
+    group = StartingShards()
+    group.ask_again()
+    assert group.leased == []
+    group._on_ping((2, ("node", 4), Refused("process", 0)))
+    group.ask_again()
+    assert group.leased == ["shard 2"]
+
+
+def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
+    group, now = StartingShards(), [0.0]
+    group._starts = StartTimeouts(60.0, clock=lambda: now[0])
+    group._starts.begin("shard 1")
+    monkeypatch.setattr("raydl.ray_backend.worker_group.place_held", lambda actor: ("node", 3))
+    given_up = []
+    while now[0] < 100.0:
+        now[0] += 5.0
+        given_up += group._starts.look(group._is_there)
+    assert given_up[0] == ("shard 1", 65.0)

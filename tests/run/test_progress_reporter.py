@@ -1,0 +1,93 @@
+"""What a person sees fits the terminal and says what is known."""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from raydl.core.progress import Progress
+from raydl.metrics import TimeParts, communication_share, mean_parts
+from raydl.run.progress_reporter import PlainLines, ProgressView, panel
+
+VIEW = ProgressView(
+    state="training",
+    elapsed_s=75.0,
+    progress=Progress(generation=3, epoch=1.5, num_samples=90_000, local_step=700),
+    num_epochs=5,
+    num_steps=None,
+    share_done=0.3,
+    samples_per_s=4200.0,
+    train_loss=0.104,
+    center_accuracy=0.9861,
+    center_loss=0.0512,
+    workers={"training": 3, "starting": 1, "left out": 1},
+    wanted_workers="2:8",
+    communication_share=0.06,
+)
+NOTHING = dataclasses.replace(
+    VIEW,
+    samples_per_s=None,
+    train_loss=None,
+    center_accuracy=None,
+    center_loss=None,
+    communication_share=None,
+    share_done=0.0,
+)
+
+
+def rendered(view, width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(panel(view, "generation 3: w1 joins " + "x" * 200))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("view", [VIEW, NOTHING])
+def test_the_panel_fits_the_terminal(view, width):
+    lines = rendered(view, width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) == 8
+
+
+def test_the_panel_says_all_there_is_to_know():
+    text = rendered(VIEW, 80)
+    words = ["training", "epoch 1.5/5", "90,000", "4,200/s", "0.1040", "98.61%", "2:8"]
+    words += ["3 training, 1 starting, 1 left out", "generation 3: w1 joins"]
+    for word in [*words, "6.0%", "1:15", "30%", "left 0:50"]:
+        assert word in text, word
+    assert "-/s" in rendered(NOTHING, 80)
+    assert "loss 0.0512" not in text
+    assert "loss 0.0512" in rendered(dataclasses.replace(VIEW, center_accuracy=None), 80)
+    assert "epoch 1.5 " in rendered(dataclasses.replace(VIEW, num_epochs=None), 80)
+
+
+def test_plain_lines_come_now_and_then_and_when_the_accuracy_is_new():
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=200)
+    plain = PlainLines(console, clock=lambda: now[0])
+    for second in range(12):
+        now[0] = float(second)
+        plain.update(VIEW)
+    now[0] = 12.5
+    plain.update(dataclasses.replace(VIEW, center_accuracy=0.99))
+    plain.event("w1 joins")
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("]")[0] for line in lines] == ["[0:00", "[0:05", "[0:10", "[0:12", "[0:12"]
+    assert "center 99.00%" in lines[3]
+    assert "workers 3 (1 starting, 1 left out)" in lines[3]
+    assert lines[4] == "[0:12] w1 joins"
+
+
+def test_the_communication_share_by_hand():
+    parts = {
+        **TimeParts().as_dict(),
+        "initialization": 100.0,
+        "forward_backward": 6.0,
+        "device_device_parameters": 1.0,
+        "host_device_data": 2.0,
+        "host_device_parameters": 1.0,
+    }
+    assert communication_share(parts) == 0.4
+    assert communication_share(TimeParts().as_dict()) == 0.0
+    assert mean_parts([parts, TimeParts().as_dict()])["forward_backward"] == 3.0

@@ -1,0 +1,347 @@
+"""A loop of one's own takes the same steps as a worker's loop does; the rest stays the user's."""
+
+import io
+import re
+
+import pytest
+import torch
+from ensembles import Ensemble, tiny_images
+from user_loops import Threads, run_all, settings
+
+import raydl
+from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.errors import AttachError, ConfigError, RaydlError
+from raydl.tasks import Classification
+
+LR, MOMENTUM = 0.05, 0.9
+IMAGES = tiny_images(144)  # whole rounds of every period below
+
+
+def net(image_shape=(1, 4, 4), num_classes=3):
+    """A small network with batch norm: its statistics travel, too."""
+    return torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(16, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.ReLU(),
+        torch.nn.Linear(8, num_classes),
+    )
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+class Recorded(Classification):
+    """Remembers the batches that each model was given."""
+
+    def __init__(self):
+        super().__init__(net)
+        self.batches = {}
+
+    def loss(self, model, batch):
+        self.batches.setdefault(id(model), []).append(batch)
+        return super().loss(model, batch)
+
+
+def in_a_run(method, num_rounds, **exchange):
+    """Train by the workers' own loop; return the ensemble, and each worker's batches."""
+    config = TrainConfig(
+        method=method,
+        training=TrainingConfig(epochs=1000, batch_size=4),
+        optimizer=OptimizerConfig(
+            lr=LR, momentum=MOMENTUM, lr_schedule="constant", warmup=0.0, clip_grad_norm=None
+        ),
+        exchange=ExchangeConfig(**exchange),
+    )
+    task = Recorded()
+    ensemble = Ensemble(config, num_workers=3, images=IMAGES, task=task).join()
+    ensemble.run(rounds=num_rounds)
+    return ensemble, [task.batches[id(w.replica.flat.model)] for w in ensemble.workers]
+
+
+def loop_of(threads, rank, batches, *, set_to_none=True, num_steps=None):
+    """Return a user's loop over some batches."""
+
+    torch.manual_seed(rank)
+    model = net()
+    optimizer = sgd(model)
+
+    def loop():
+        with threads.attach(model, optimizer, f"w{rank}") as elastic:
+            for inputs, labels in batches[:num_steps]:
+                optimizer.zero_grad(set_to_none=set_to_none)
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+                elastic.step()
+            state = {k: v.clone() for k, v in model.state_dict().items()}
+            return elastic.center_state_dict(), state
+
+    return loop
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("name", "period", "exchange"),
+    [
+        ("sync-easgd", 1, {}),
+        ("sync-easgd", 3, {}),
+        ("sync-easgd", 4, {"fragments": 2, "delay": 1}),
+        ("sync-easgd", 2, {"compression": "int8"}),
+        ("local-sgd", 1, {}),
+        ("local-sgd", 3, {}),
+        ("diloco", 4, {"fragments": 2, "delay": 1}),
+        ("original-easgd", 1, {}),
+        ("original-easgd", 3, {}),
+    ],
+)
+def test_a_loop_of_ones_own_comes_to_the_same_bits_as_a_run(name, period, exchange, set_to_none):
+    method = MethodConfig(name=name, period=period)
+    ensemble, batches = in_a_run(method, 6, **exchange)
+    threads = Threads(settings(method, 3, **exchange))
+    loops = [loop_of(threads, r, batches[r], set_to_none=set_to_none) for r in range(3)]
+    for worker, (_, own) in zip(ensemble.workers, run_all(loops), strict=True):
+        for key, value in worker.replica.flat.model.state_dict().items():
+            assert torch.equal(own[key], value), key
+
+
+# what a user may do around steps
+
+
+def alone(method="sync-easgd", period=2):
+    """Return (model, optimizer, attached) of a run of one worker."""
+    torch.manual_seed(3)
+    model = net()
+    optimizer = sgd(model)
+    threads = Threads(settings(MethodConfig(name=method, period=period), 1))
+    return model, optimizer, threads.attach(model, optimizer)
+
+
+def take_steps(model, optimizer, elastic, count, *, first=0):
+    for step in range(first, first + count):
+        inputs = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        elastic.step()
+
+
+def copied(model):
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_inside_center_the_model_holds_the_center_and_after_it_its_own_weights(method):
+    model, optimizer, elastic = alone(method)
+    with elastic:
+        take_steps(model, optimizer, elastic, 5)
+        before = copied(model)
+        with elastic.center() as held:
+            assert held is model
+            assert same(copied(model), elastic.center_state_dict())
+            assert not same(before, copied(model))
+        assert same(before, copied(model))
+
+
+def test_an_evaluation_of_the_center_changes_no_later_step():
+    results = []
+    for evaluates in (False, True):
+        model, optimizer, elastic = alone(period=1)
+        with elastic:
+            for step in range(6):
+                take_steps(model, optimizer, elastic, 1, first=step)
+                if evaluates:
+                    with elastic.center():
+                        model(torch.zeros(4, 1, 4, 4))  # in training mode: its statistics move
+            results.append(copied(model))
+    assert same(*results)
+
+
+def test_a_step_inside_center_is_refused():
+    _, _, elastic = alone()
+    with elastic, elastic.center(), pytest.raises(AttachError, match="the model holds the center"):
+        elastic.step()
+
+
+def test_who_goes_on_from_its_state_comes_to_the_same_bits():
+    model, optimizer, elastic = alone()
+    with elastic:
+        take_steps(model, optimizer, elastic, 4)
+        state = roundtrip(elastic.state_dict())
+        take_steps(model, optimizer, elastic, 5, first=4)
+        whole, center = copied(model), elastic.center_state_dict()
+    model, optimizer, elastic = alone()
+    elastic.load_state_dict(state)
+    with elastic:
+        assert elastic.local_step == 4
+        take_steps(model, optimizer, elastic, 5, first=4)
+        assert same(whole, copied(model))
+        assert same(center, elastic.center_state_dict())
+
+
+def roundtrip(state):
+    """Return a state as a file gives it back, without trusting the file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def test_a_state_from_before_there_was_an_untrained_state_is_loaded():
+    model, optimizer, elastic = alone()
+    with elastic:
+        take_steps(model, optimizer, elastic, 4)
+        state = roundtrip(elastic.state_dict())
+    for part in (state, state["center"], state["replica"]):
+        del part["untrained"]
+    model, optimizer, elastic = alone()
+    elastic.load_state_dict(state)
+    with elastic:
+        take_steps(model, optimizer, elastic, 2, first=4)
+        assert elastic.local_step == 6
+
+
+def test_sparse_gradients_are_looked_at_too():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = MethodConfig(name="sync-easgd", period=10)
+    with Threads(settings(method, 1)).attach(model, optimizer) as elastic:
+        before = copied(model)
+        for factor in (torch.inf, 1.0):
+            optimizer.zero_grad()
+            (factor * model(torch.tensor([1, 1, 3])).sum()).backward()
+            elastic.step()
+            assert same(copied(model), before) == (factor != 1.0)
+        assert elastic.local_step == 1
+
+
+class Replaced(torch.nn.Linear):
+    """Puts another tensor in the place of its buffer in each pass, in evaluations, too."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, inputs):
+        self.mean = 0.5 * self.mean + inputs.detach().mean(0)
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_an_evaluation_replaced_is_the_replicas_own_again():
+    model = Replaced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Threads(settings(MethodConfig(name="sync-easgd"), 1)).attach(model, optimizer) as elastic:
+        before = copied(model)
+        for _ in range(2):
+            with elastic.center():
+                model(torch.ones(4, 2))
+            assert same(before, copied(model))
+
+
+def test_a_state_is_loaded_before_the_worker_comes():
+    _, _, elastic = alone()
+    with elastic, pytest.raises(AttachError, match="load_state_dict comes first"):
+        elastic.load_state_dict(elastic.state_dict())
+
+
+def test_who_is_detached_takes_no_step():
+    model, optimizer, elastic = alone()
+    with elastic:
+        take_steps(model, optimizer, elastic, 3)
+    assert elastic.center_state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(AttachError, match="is detached; attach anew"):
+        elastic.step()
+
+
+def test_a_model_that_is_attached_is_not_attached_again_before_it_is_detached():
+    model, optimizer, elastic = alone()
+    threads = Threads(settings(MethodConfig(name="sync-easgd"), 1))
+    with elastic, pytest.raises(ConfigError, match="attached to 'run' already, and would wait for"):
+        threads.attach(model, optimizer)
+    again = threads.attach(model, optimizer)
+    del again  # a loop that forgot to detach
+    with threads.attach(model, optimizer) as elastic:
+        take_steps(model, optimizer, elastic, 3)
+
+
+def test_a_model_that_was_moved_is_told():
+    model, _, elastic = alone()
+    with elastic:
+        model.double()
+        with pytest.raises(AttachError, match="move or convert the model before it is attached"):
+            elastic.step()
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is():
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    method = MethodConfig(name="sync-easgd", period=10)
+    with Threads(settings(method, 1)).attach(model, optimizer) as elastic:
+        before = model[1].weight.clone()
+        model[0](torch.ones(1, 2)).sum().backward()
+        elastic.step()
+        assert torch.equal(model[1].weight, before)
+        assert model[0].weight.grad is not None  # until the loop zeroes it
+
+
+# what is refused before anything starts
+
+
+def held_by_nobody():
+    return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"method": "sync-easdg"}, "method.name has no 'sync-easdg'; did you mean sync-easgd"),
+        ({"method": "sync-sgd"}, "take local-sgd with method.period 1"),
+        ({"num_workers": 0}, "num_workers must be 1 or more, got 0"),
+        (
+            {"method": "sync-easgd", "group_size": 2},
+            "method.group_size must be 1 with a loop of your own, got 2",
+        ),
+        ({"center_shards": 2}, "exchange.center_shards must be 1 with a loop of your own, got 2"),
+        ({"model": torch.nn.ReLU()}, "model ReLU: has no parameter that requires a gradient"),
+        ({"model": "lenet"}, "model must be a torch.nn.Module, got a str"),
+        ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
+        ({"optimizer": held_by_nobody()}, "does not hold 6 of the model's 6 parameters, 1.weight"),
+        ({"more": held_by_nobody()}, "holds 2 parameters that are not the model's"),
+        ({"kind": torch.optim.LBFGS}, "can not be LBFGS"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence_before_anything_starts(change, sentence):
+    model = change.get("model", net())
+    optimizer = change.get("optimizer")
+    if optimizer is None:
+        parameters = [] if isinstance(model, str) else list(model.parameters())
+        kind = change.get("kind", torch.optim.SGD)
+        optimizer = kind(parameters or list(net().parameters()), lr=0.1)
+    if "more" in change:
+        optimizer.add_param_group({"params": change["more"].param_groups[0]["params"]})
+    method = MethodConfig(
+        name=change.get("method", "async-easgd"), group_size=change.get("group_size", 1)
+    )
+    exchange = {"center_shards": change.get("center_shards", 1)}
+    config = settings(method, change.get("num_workers", 2), **exchange)
+    before = copied(model) if isinstance(model, torch.nn.Module) else {}
+    with pytest.raises(RaydlError, match=re.escape(sentence)):
+        Threads(config).attach(model, optimizer)
+    assert not before or same(before, copied(model))
+
+
+def test_outside_a_ray_actor_attach_says_where_it_works():
+    model = net()
+    with pytest.raises(ConfigError, match="works inside a Ray actor"):
+        raydl.attach(model, sgd(model), name="run", num_workers=2)
+
+
+def test_a_worker_with_other_settings_is_told_which():
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 1))
+    model = net()
+    with threads.attach(model, sgd(model)):
+        threads.config = settings(MethodConfig(name="sync-easgd", period=3), 1)
+        other = net()
+        with pytest.raises(ConfigError, match=r"method.period must be .* 'run': it is 2, got 3"):
+            threads.attach(other, sgd(other)).rank  # noqa: B018
