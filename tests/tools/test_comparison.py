@@ -15,7 +15,7 @@ from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.metrics import COMPARED, TIME_PARTS
-from raydl.tools.comparison import Comparison, compare
+from raydl.tools.comparison import Comparison, compare, runner
 from raydl.tools.comparison import report as reports
 from raydl.tools.comparison.figures import Spread, make_rows
 from raydl.tools.comparison.settings import plan
@@ -61,6 +61,12 @@ def job(root):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Leave out the pictures, which take longer than all else in these comparisons."""
+    monkeypatch.setattr(runner, "draw", lambda runs, rows, target, out: None)
 
 
 def test_runs_are_interleaved_by_seed_and_all_else_is_equal(tmp_path):
@@ -116,6 +122,7 @@ def test_data_that_are_not_there_are_told_before_the_first_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_one_method_fails_and_the_rest_are_kept(tmp_path, capsys):
     fit = FakeFit({("async-easgd", 0): NonFiniteLossError("w1", 7, math.nan)})
     fit.answers["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
@@ -130,6 +137,7 @@ def test_one_method_fails_and_the_rest_are_kept(tmp_path, capsys):
     assert "Traceback" in (tmp_path / "out/async-easgd/seed-0/error.txt").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_started_again_does_only_what_is_not_complete(tmp_path, capsys):
     first = FakeFit({("async-easgd", 1): RuntimeError("a bad day")})
     assert compare(make(tmp_path), fit=first) == 1
@@ -143,6 +151,7 @@ def test_a_comparison_started_again_does_only_what_is_not_complete(tmp_path, cap
     assert more.done == [("diloco", 0), ("diloco", 1), ("sync-easgd", 2), ("diloco", 2)]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_runs_of_other_settings_are_not_taken(tmp_path):
     compare(make(tmp_path), fit=FakeFit())
     training = dataclasses.replace(BASE.training, samples=200)
@@ -153,6 +162,7 @@ def test_runs_of_other_settings_are_not_taken(tmp_path):
     assert fit.done == []
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
@@ -250,6 +260,7 @@ def rows_of_hparams(folder):
     return values, figures, columns
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     fit = FakeFit({("async-easgd", 0): RuntimeError("a bad day")})
     fit.answers["sync-easgd", 1] = figures(accuracies=(0.5, 0.6))
