@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 export OMP_NUM_THREADS ?= 1
+# The tests start hundreds of processes: without bytecode on the disk each compiles raydl anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost link_switched recovery regroup \
 	startup growth accuracy streaming layout partitions chaos
@@ -41,8 +43,10 @@ check: $(VENV)/installed-dev  ## format, lint and types, without writing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Each test that starts a cluster has some ten processes of its own, which wait for each other.
-AT_ONCE ?= $(shell $(PYTHON) -c "import os; print(min(3, os.cpu_count() or 1))")
+# A test on a cluster has some ten processes, which wait for each other and for time-outs.
+AT_ONCE ?= 3
+# The files with such tests; to import the others takes each of those processes seconds.
+ON_CLUSTERS = $(shell grep -rlE 'mark\.(cluster|processes)' tests --include='test_*.py')
 
 test: check test-fast test-cluster  ## check, and run all but the slow tests
 
@@ -51,8 +55,8 @@ test-fast: $(VENV)/installed-dev  ## the tests that start no Ray and no other pr
 		--numprocesses auto --dist loadscope
 
 test-cluster: $(VENV)/installed-dev  ## the tests that start Ray or other programs, a few at once
-	$(BIN)/pytest -m '(cluster or processes) and not slow and not gpu' \
-		--numprocesses $(AT_ONCE) --dist loadscope
+	$(BIN)/pytest -m '(cluster or processes) and not slow and not gpu' $(ON_CLUSTERS) \
+		--numprocesses $(AT_ONCE) --dist loadscope --no-loadscope-reorder
 
 test-slow: $(VENV)/installed-dev  ## the tests that take minutes
 	$(BIN)/pytest -m slow --ignore=tests/whole_runs/test_soak.py

@@ -90,7 +90,7 @@ def settling(num_workers: int, num_turns: int) -> Values:
             num_bytes = 0
         for worker_id in shuffled.sample(ids, num_workers):
             completion = Completion(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
-            message_id = MessageId(worker_id, 1, 0, turn)
+            message_id = MessageId(worker_id, 1, turn)
             push = Request(
                 message_id, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, completion
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 session.prepare()  # before any test imports Ray
 
-# Processes of a cluster import classes from the test modules.
-_FOLDERS = [HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
+# Processes of a cluster import classes from the test modules, and this checkout.
+_FOLDERS = [ROOT, HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+# torch records the stack at each seed, for devices that are not in use.
+for device in (torch.cuda, torch.xpu):
+    device.traceback = types.SimpleNamespace(format_stack=lambda: [])  # type: ignore[attr-defined]
 
 # The duration of an example depends on the machine; no test promises it.
 hypothesis.settings.register_profile(
@@ -38,9 +43,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("untimed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the longest tests, so that none of them runs alone at the end."""
+    items.sort(key=lambda item: "whole_runs" not in item.path.parts)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the waits for the disk: only the tests that count these calls can notice them."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import textwrap
@@ -82,7 +83,7 @@ def parse(
         SystemExit: if a value is missing, or after ``--help``.
     """
     options, unknown = tyro.cli(
-        _with_flags(cls),
+        _with_flags(cls),  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
         args=list(arguments),
         prog=prog,
         description=description,
@@ -180,6 +181,7 @@ def _value(
     )
 
 
+@functools.cache
 def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
     """Return a subclass of a config class with the help texts and short flags for tyro."""
     hints = get_type_hints(cls, include_extras=True)

@@ -18,6 +18,7 @@ checks.py     checks that the classes share
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
@@ -130,6 +131,9 @@ _FORMER_NAMES = {
 """Current names of settings, by class and the name that earlier versions wrote."""
 
 
+_hints_of = functools.cache(get_type_hints)
+
+
 def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
     """Build a configuration from the values that ``to_dict`` returned, or their JSON.
 
@@ -138,7 +142,7 @@ def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
     Raises:
         ConfigError: if a key is no setting of this version.
     """
-    hints = get_type_hints(cls)
+    hints = _hints_of(cls)  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
     arguments: dict[str, Any] = {}
     for written, value in values.items():
         key = _FORMER_NAMES.get((cls, written), written)

@@ -168,8 +168,10 @@ def plan_round(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list
     steps earlier. So no exchange is in progress between two rounds. A round without steps has an
     empty plan.
     """
+    if not num_steps:
+        return []
     plan: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps)]
-    for fragment in range(fragments if num_steps else 0):
+    for fragment in range(fragments):
         join = -(-(fragment + 1) * num_steps // fragments) - 1
         plan[max(0, join - delay)][0].append(fragment)
         plan[join][1].append(fragment)

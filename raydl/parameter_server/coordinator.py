@@ -409,7 +409,7 @@ class Coordinator:
         ledger = None
         if outcome is not Outcome.GO_ON or self._num_completed - self._ledger_sent_at >= every:
             self._ledger_sent_at = self._num_completed
-            ledger = self._ledger.as_told()  # without claims: a restored center has no members
+            ledger = self._ledger.compact_state()  # without claims: a restored center has no members
         return Assignment(
             outcome=outcome,
             claims=claims,

@@ -31,6 +31,9 @@ from raydl.worker.evaluator import Evaluator
 from raydl.worker.in_process import LocalCenterClient, LocalGroup
 from raydl.worker.loop import Worker
 
+_IDLE_S = 0.002
+"""So long a poll waits where the worker does not train."""
+
 
 class LocalWorkerGroup:
     """One worker in this process: every ``poll`` runs one round.
@@ -88,6 +91,8 @@ class LocalWorkerGroup:
         """Run one round, if the worker trains, and return what happened."""
         if self._running:
             self._run_round()
+        elif not self._events:
+            time.sleep(min(timeout_s, _IDLE_S))  # the thread that writes checkpoints needs the core
         records: tuple[Record, ...] = ()
         if self._center:
             for due in self._center.coordinator.pop_due():

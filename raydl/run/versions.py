@@ -5,12 +5,14 @@ The distribution is called ``elastic-raydl``: on the package index ``raydl`` is 
 
 from __future__ import annotations
 
+import functools
 from importlib import metadata
 
 DISTRIBUTION = "elastic-raydl"
 """Name on the package index of the package that is imported as ``raydl``."""
 
 
+@functools.cache
 def installed_version(package: str) -> str:
     """Return the installed version of a package, given its import name.
 

@@ -14,17 +14,15 @@ import urllib.request
 from types import SimpleNamespace
 
 import boto3
-import cfnlint
 import pytest
 import yaml
-from moto import mock_aws
-from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from ray.autoscaler._private.aws import config as ray_aws
 from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 from ray.autoscaler._private.aws.utils import client_cache, resource_cache
 from ray.autoscaler._private.docker import docker_start_cmds
 from ray.autoscaler._private.util import prepare_config
 from repository import ROOT
+from s3_server import s3_server
 
 from raydl.storage import Storage
 
@@ -43,6 +41,8 @@ def template():
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory):
     """A mock of AWS for this module, with fake keys."""
+    from moto import mock_aws
+
     with pytest.MonkeyPatch.context() as patch, mock_aws():
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
             patch.setenv(f"AWS_{name}", "test")
@@ -116,6 +116,8 @@ def start(provider, config, name):
 
 
 def test_cloudformation_accepts_the_template():
+    import cfnlint
+
     found = cfnlint.lint(TEMPLATE.read_text(), regions=[REGION])
     assert [f"{m.linenumber}: {m.message}" for m in found] == []
 
@@ -432,34 +434,33 @@ def test_both_roles_are_for_machines_and_one_bucket(cluster, role):
 def as_role(cluster, monkeypatch):
     """A function that opens the bucket with the rights of a role, as a user with its policy."""
     aws, _ = cluster
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    s3 = boto3.client("s3", endpoint_url=url)
-    s3.create_bucket(Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": REGION})
-    s3.put_object(Bucket="my-bucket", Key="data/digits", Body=b"given")
-    users = {}
-    for role in ("head", "worker"):
-        aws.iam.create_user(UserName=role)
-        policy = policy_of(aws, f"{NAME}-{role}")
-        of_s3 = [s for s in policy if "Condition" not in s]  # moto can not read conditions
-        document = {"Version": "2012-10-17", "Statement": of_s3}
-        aws.iam.put_user_policy(
-            UserName=role, PolicyName="its", PolicyDocument=json.dumps(document)
+    with s3_server() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        s3 = boto3.client("s3", endpoint_url=url)
+        s3.create_bucket(
+            Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": REGION}
         )
-        users[role] = aws.iam.create_access_key(UserName=role)["AccessKey"]
+        s3.put_object(Bucket="my-bucket", Key="data/digits", Body=b"given")
+        users = {}
+        for role in ("head", "worker"):
+            aws.iam.create_user(UserName=role)
+            policy = policy_of(aws, f"{NAME}-{role}")
+            of_s3 = [s for s in policy if "Condition" not in s]  # moto can not read conditions
+            document = {"Version": "2012-10-17", "Statement": of_s3}
+            aws.iam.put_user_policy(
+                UserName=role, PolicyName="its", PolicyDocument=json.dumps(document)
+            )
+            users[role] = aws.iam.create_access_key(UserName=role)["AccessKey"]
 
-    def open_bucket(role):
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", users[role]["AccessKeyId"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", users[role]["SecretAccessKey"])
-        return Storage("s3://my-bucket/runs")
+        def open_bucket(role):
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", users[role]["AccessKeyId"])
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", users[role]["SecretAccessKey"])
+            return Storage("s3://my-bucket/runs")
 
-    monkeypatch.delenv("AWS_SESSION_TOKEN")
-    ask_for_keys(url, b"0")
-    yield open_bucket
-    ask_for_keys(url, b"inf")
-    server.stop()
+        monkeypatch.delenv("AWS_SESSION_TOKEN")
+        ask_for_keys(url, b"0")
+        yield open_bucket
+        ask_for_keys(url, b"inf")
 
 
 def ask_for_keys(url, after):

@@ -96,13 +96,15 @@ class LocalCluster:
         return self.processes("/raylet")
 
 
-def test_a_run_grows_from_one_node_to_four_and_the_nodes_are_removed_after_it(root, tmp_path):
+def test_a_run_grows_from_one_node_to_three_and_the_nodes_are_removed_after_it(root, tmp_path):
     with LocalCluster(root / "cluster_configs/local.yaml") as local:
         assert len(local.nodes()) == 1
-        options = ["--data", "digits", "--epochs", "100000", "--period", "4", "--workers", "1:4"]
+        options = ["--model", "origins:model", "--epochs", "100000", "--period", "4"]
+        options += ["--workers", "1:3", "--elastic.no-leave-out-slow"]
         with ClusterRun(SimpleNamespace(address=local.address), tmp_path / "run", *options) as run:
-            run.until_training(4)
-            assert len(local.nodes()) == 4
+            run.until_said("generation 1: w0 starts")
+            run.until_training(3)
+            assert len(local.nodes()) == 3
             run.process.terminate()
             assert run.process.wait(timeout=BOUND_S) == 143, run.output
         deadline = time.monotonic() + BOUND_S

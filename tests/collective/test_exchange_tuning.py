@@ -226,7 +226,7 @@ def test_only_float32_may_be_compressed():
 def auto(**more):
     return TrainConfig(
         method=MethodConfig(name="sync-easgd", period="auto"),
-        training=TrainingConfig(batch_size=2, epochs=60),
+        training=TrainingConfig(batch_size=2, epochs=15),
         **more,
     )
 

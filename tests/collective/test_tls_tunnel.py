@@ -23,6 +23,7 @@ from raydl.collective.tls_tunnel import gloo_port
 from raydl.config import ExchangeConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device, check_tls, tls_files
 from raydl.errors import ConfigError
+from raydl.ray_backend import session
 
 HOSTS = ("127.0.1.1", "127.0.1.2")
 """Two hosts, as the workers see it; both are loopback addresses of this machine."""
@@ -113,12 +114,20 @@ def test_sums_by_nccl_are_refused_since_they_would_be_unencrypted(files):
     check_device(on_the_host.exchange_device, environment_of(files))
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
-def test_a_run_with_a_bad_certificate_ends_before_anything_starts(files, others, tmp_path, address):
+def test_a_run_with_a_bad_certificate_joins_no_cluster(files, others, monkeypatch):
+    bad = dataclasses.replace(files, ca=others.ca)
+    for name, value in {**environment_of(bad), "RAY_ADDRESS": "127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"RAY_TLS_SERVER_CERT {bad.cert} is not accepted"):
+        session.connect()
+
+
+@pytest.mark.processes
+def test_a_run_with_a_bad_certificate_ends_before_anything_starts(files, others, tmp_path):
     bad = dataclasses.replace(files, ca=others.ca)
     done = subprocess.run(
         [sys.executable, "-m", "raydl", "train", "--run-dir", tmp_path / "run", "--epochs", "1"],
-        env={**os.environ, **environment_of(bad), "RAY_ADDRESS": address},
+        env={**os.environ, **environment_of(bad), "RAY_ADDRESS": ""},
         capture_output=True,
         text=True,
         timeout=60,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from ensembles import tiny_images
@@ -60,21 +62,27 @@ def eventful(case, **more):
     return history
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_same_history_gives_the_same_bits(case):
-    first, second = eventful(case), eventful(case)
+@functools.cache
+def first_history(name):
+    """Return the eventful history of a case, of which several tests ask something."""
+    return eventful(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_history_gives_the_same_bits(name):
+    first, second = first_history(name), eventful(CASES[name])
     assert set(first.workers) == {"w1", "w2", "w3"}
     assert_same(first.bits(), second.bits())
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_sample_reaches_a_completed_exchange_once_an_epoch(case):
-    eventful(case).assert_every_sample_once_an_epoch()
+@pytest.mark.parametrize("name", CASES)
+def test_every_sample_reaches_a_completed_exchange_once_an_epoch(name):
+    first_history(name).assert_every_sample_once_an_epoch()
 
 
-@pytest.mark.parametrize("case", [CASES["diloco"], CASES["sync-sgd"]], ids=["diloco", "sync-sgd"])
-def test_replicas_that_follow_the_center_are_its_copies_at_the_end(case):
-    history = eventful(case)
+@pytest.mark.parametrize("name", ["diloco", "sync-sgd"])
+def test_replicas_that_follow_the_center_are_its_copies_at_the_end(name):
+    history = first_history(name)
     for worker_id in history.workers:
         assert_same(history.weights(worker_id).numpy(), history.snapshot.weights)
 

@@ -1,4 +1,4 @@
-"""A day in which a worker is replaced every 30 s leaves nothing behind, in simulated hours."""
+"""Half a day in which a worker is replaced every 30 s leaves nothing behind, in simulated hours."""
 
 import contextlib
 import gc
@@ -20,7 +20,7 @@ from raydl.metrics.worker_curves import MOST, WorkerCurves
 from raydl.parameter_server.protocol import Completion, MessageId
 from raydl.ray_backend import cluster
 
-HOURS, POLL_S = 24, 20.0
+HOURS, POLL_S = 12, 20.0
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType)
 
 
@@ -39,15 +39,15 @@ def num_held(root, *apart):
 
 
 class Windows:
-    """The most that was counted early in a day, and late."""
+    """The most that was counted early in half a day, and late."""
 
     def __init__(self):
         self.early = self.late = 0
 
     def look(self, hour, count):
-        if 4 <= hour <= 8:
+        if 3 <= hour <= 5:
             self.early = max(self.early, count())
-        elif 20 <= hour <= 24:
+        elif 10 <= hour <= 12:
             self.late = max(self.late, count())
 
     def is_flat(self):
@@ -57,7 +57,7 @@ class Windows:
 
 @pytest.fixture(params=[True, False], ids=["rounds", "messages"])
 def churn(request):
-    """Return (what the driver held, the curve names, the workers lost) in a day."""
+    """Return (what the driver held, the curve names, the workers lost) in half a day."""
     writer, windows = CountingWriter(), Windows()
 
     def count():  # what fills up to a bound of its own in some hours is apart
@@ -78,9 +78,9 @@ def churn(request):
     return windows, writer.names, driver.worker_group.num_lost
 
 
-def test_in_a_day_of_replacements_the_driver_holds_no_more_and_curves_stay_few(churn):
+def test_in_half_a_day_of_replacements_the_driver_holds_no_more_and_curves_stay_few(churn):
     windows, names, num_lost = churn
-    assert num_lost > 1000
+    assert num_lost > 700
     assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
     by_worker = {name for name in names if name.startswith("worker_")}
     assert len(by_worker) <= 2 * 2 * MOST
@@ -88,7 +88,7 @@ def test_in_a_day_of_replacements_the_driver_holds_no_more_and_curves_stay_few(c
     assert any(name.startswith("worker_step_s/w") for name in by_worker)
 
 
-def test_in_a_day_of_replacements_the_center_holds_no_more():
+def test_in_half_a_day_of_replacements_the_center_holds_no_more():
     ensemble = Ensemble(message_job("async-easgd", epochs=10**6), num_workers=0)
     members = [f"w{i}" for i in range(4)]
     ensemble._open_center(ensemble.first, Membership(1, tuple(members)))
@@ -117,7 +117,7 @@ def test_in_a_day_of_replacements_the_center_holds_no_more():
         service.coordinator.pop_due()
         service.coordinator.pop_records()
         if number % 20 == 0:
-            windows.look(24 * number / num_changes, lambda: num_held(service))
+            windows.look(HOURS * number / num_changes, lambda: num_held(service))
     assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
 
 

@@ -61,6 +61,11 @@ def free_ports(count: int) -> list[int]:
     return sorted(found)
 
 
+def address_of(address: str) -> dict[str, str]:
+    """Return the environment of a program that joins a cluster; none: it starts its own."""
+    return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"} if address else {}
+
+
 class ClusterRun:
     """A ``raydl train`` process on a cluster, with its output in a file."""
 
@@ -82,12 +87,7 @@ class ClusterRun:
             plan = path.with_suffix(".yaml")
             plan.write_text(yaml.safe_dump({"faults": faults}))
             words += ["--fault-plan", str(plan)]
-        environment = {
-            **os.environ,
-            "RAY_ADDRESS": cluster.address,
-            "RAY_AUTH_MODE": "token",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = {**os.environ, **address_of(cluster.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 

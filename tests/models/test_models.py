@@ -71,7 +71,9 @@ LIGHT = [
 
 def logits_on_meta(name, shape, num_classes):
     """Return logits of two pictures from a model that holds no numbers."""
-    with torch.device("meta"):
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        for draw in ("normal_", "uniform_"):  # which takes long in Python, and draws nothing
+            patch.setattr(torch.Tensor, draw, lambda tensor, *_, **__: tensor)
         return MODELS[name].build(shape, num_classes).eval()(torch.empty(2, *shape))
 
 

@@ -1,7 +1,6 @@
 """Whole workers join and leave a center in this process."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -18,7 +17,12 @@ from raydl.parameter_server.protocol import MessageId
 
 
 class Open:
-    """Workers that join a center in this process, one after another."""
+    """Workers that join a center in this process, one after another.
+
+    Each takes a few rounds at most until the next change: a slow machine is not outrun.
+    """
+
+    AT_A_TIME = 10
 
     def __init__(self, config, *, num_workers, num_first, has_neighbours=False):
         self.ensemble = Ensemble(
@@ -28,6 +32,7 @@ class Open:
             has_neighbours=has_neighbours,
         )
         self.workers = {w.worker_id: w for w in self.ensemble.workers}
+        self.num_left = dict.fromkeys(self.workers, self.AT_A_TIME)
         self.membership = Membership(1, tuple(self.workers)[:num_first])
         self.client = self.ensemble._open_center(self.ensemble.first, self.membership)
         for worker_id in self.membership.worker_ids:
@@ -45,13 +50,18 @@ class Open:
         for worker_id in worker_ids:
             if worker_id not in before:
                 self.workers[worker_id].join(self.membership, self.client, snapshot)
+        self.go_on()
         return snapshot
+
+    def go_on(self, num_rounds=AT_A_TIME):
+        self.num_left = dict.fromkeys(self.workers, num_rounds)
 
     def run(self, worker_id):
         outcome = Outcome.GO_ON
         while outcome is Outcome.GO_ON:
+            wait_for(lambda: self.num_left[worker_id] > 0)
+            self.num_left[worker_id] -= 1
             outcome = self.workers[worker_id].run_round()
-            time.sleep(0)
         return outcome
 
 
@@ -71,7 +81,7 @@ CHURN = [
 def test_workers_join_and_leave_while_the_others_train(
     pool, method, compression, center_shards, has_neighbours
 ):
-    config = job(method, compression=compression, center_shards=center_shards, epochs=60)
+    config = job(method, compression=compression, center_shards=center_shards, epochs=10)
     run = Open(config, num_workers=4, num_first=3, has_neighbours=has_neighbours)
     staying = pool.submit(run.run, "w0")
     lost = pool.submit(run.run, "w2")
@@ -83,15 +93,30 @@ def test_workers_join_and_leave_while_the_others_train(
     run.change("w0", "w1", "w3")
     joined = pool.submit(run.run, "w3")
     run.coordinator.dismiss("w1")
+    run.go_on()
     assert dismissed.result(timeout=60) is Outcome.LEFT
     run.change("w0", "w3")
+    run.go_on(10**6)
     assert staying.result(timeout=60) is Outcome.FINISHED
     assert joined.result(timeout=60) is Outcome.FINISHED
     assert run.coordinator.is_complete()
     state = run.coordinator.state()
-    assert (state["progress"].num_samples, state["progress"].generation) == (60 * 96, 4)
+    assert (state["progress"].num_samples, state["progress"].generation) == (10 * 96, 4)
     assert [due.is_kept for due in run.coordinator.pop_due()][-1]
     assert np.isfinite(run.ensemble.center().weights).all()
+
+
+@pytest.mark.parametrize(
+    ("vote", "outcome"), [("regroup", Outcome.REGROUP), ("stop", Outcome.STOPPED)]
+)
+def test_a_worker_that_comes_when_all_are_to_leave_takes_no_step_and_leaves(vote, outcome):
+    run = Open(job("async-easgd"), num_workers=2, num_first=1)
+    run.coordinator.vote(1, **{vote: 1.0})
+    run.change("w0", "w1")
+    before = run.ensemble.center().weights
+    assert run.workers["w1"].run_round() is outcome
+    assert run.workers["w1"].local_step == 0
+    assert np.array_equal(run.ensemble.center().weights, before)
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
@@ -149,6 +174,7 @@ def test_a_center_restored_from_a_worker_assigns_the_claimed_samples_again():
     again.client = again.ensemble._open_center(copy, Membership(5, ("w1",)))
     assert again.coordinator.version == copy.progress.round
     again.workers["w1"].join(Membership(5, ("w1",)), again.client, copy)
+    again.go_on(10**6)
     assert again.run("w1") is Outcome.FINISHED
     assert again.coordinator.state()["progress"].num_samples == 96
 

@@ -48,8 +48,11 @@ def make_net(seed):
 class Own:
     """A worker with a loop of its own, until it is told to stop."""
 
-    def __init__(self, seed):
+    def __init__(self):
         torch.set_num_threads(1)
+
+    def begin(self, seed):
+        """Be another worker from now on."""
         self.seed, self.elastic, self.loss_at_start = seed, None, None
         self.stopped = threading.Event()
 
@@ -86,6 +89,29 @@ class Own:
         self.stopped.set()
 
 
+class Workers:
+    """The processes of workers; those that were not killed serve again."""
+
+    def __init__(self):
+        self.alive = []
+
+    def take(self, *seeds, start=0):
+        """Return a worker for each seed, all of them up; those before ``start`` are at work."""
+        self.alive += [Own.remote() for _ in range(start + len(seeds) - len(self.alive))]
+        taken = self.alive[start : start + len(seeds)]
+        ray.get([a.begin.remote(seed) for a, seed in zip(taken, seeds, strict=True)])
+        return taken
+
+    def kill(self, worker):
+        self.alive.remove(worker)
+        os.kill(ray.get(worker.pid.remote()), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def workers(cluster):
+    return Workers()
+
+
 def until(actors, condition):
     """Wait until a condition on where each actor is holds for all; return where they are."""
     deadline = time.monotonic() + BOUND_S
@@ -98,18 +124,18 @@ def until(actors, condition):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
-def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(cluster, method):
+def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(workers, method):
     config = MethodConfig(name=method, period=2)
-    actors = [Own.remote(seed) for seed in range(3)]
+    actors = workers.take(0, 1, 2)
     loops = [actor.train.remote(method, config) for actor in actors]
     places = until(actors, lambda steps, workers, _: steps > STEPS_MORE and workers == 3)
-    os.kill(ray.get(actors[0].pid.remote()), signal.SIGKILL)
+    workers.kill(actors.pop(0))
     reached = max(place[0] for place in places)
-    until(actors[1:], lambda steps, workers, _: workers == 2 and steps > reached + STEPS_MORE)
-    actors[0] = Own.remote(7)
-    loops[0] = actors[0].train.remote(method, config)
+    until(actors, lambda steps, workers, _: workers == 2 and steps > reached + STEPS_MORE)
+    actors += workers.take(7, start=2)
+    loops = [*loops[1:], actors[2].train.remote(method, config)]
     until(actors, lambda steps, workers, _: workers == 3 and steps > reached + STEPS_TO_LEARN)
-    new = ray.get(actors[0].where.remote())
+    new = ray.get(actors[2].where.remote())
     ray.get([actor.stop.remote() for actor in actors])
     non_trainable = score(make_net(7))
     assert new[2] < 0.8 * non_trainable
@@ -117,8 +143,8 @@ def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(c
         assert loss < 0.5 * non_trainable
 
 
-def test_a_lost_rendezvous_actor_raises_one_sentence(cluster):
-    actor = Own.remote(0)
+def test_a_lost_rendezvous_actor_raises_one_sentence(workers):
+    (actor,) = workers.take(0)
     loop = actor.train.remote("lost", MethodConfig(name="async-easgd"), 1)
     until([actor], lambda steps, *_: steps > 10)
     job_id = ray.get_runtime_context().get_job_id()
@@ -143,7 +169,7 @@ def in_ray_train(config):
             optimizer.zero_grad()
             loss_of(model, elastic.rank).backward()
             elastic.step()
-            if step == 100 and config["has_group"]:  # Ray Train's own goes on beside ours
+            if step == 100:  # Ray Train's own group goes on beside ours
                 total = torch.ones(1)
                 torch.distributed.all_reduce(total)
                 assert total == context.get_world_size()
@@ -154,16 +180,14 @@ def in_ray_train(config):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data warns of itself
-@pytest.mark.parametrize("has_group", [False, True])
-def test_the_training_function_of_ray_train_attaches(cluster, tmp_path, has_group):
+def test_the_training_function_of_ray_train_attaches(cluster, tmp_path):
     from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    trainer = (TorchTrainer if has_group else DataParallelTrainer)(
+    trainer = TorchTrainer(
         in_ray_train,
-        train_loop_config={"has_group": has_group, "folder": str(tmp_path)},
+        train_loop_config={"folder": str(tmp_path)},
         scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-        run_config=ray.train.RunConfig(name=f"own-{has_group}", storage_path=str(tmp_path)),
+        run_config=ray.train.RunConfig(name="own", storage_path=str(tmp_path)),
     )
     trainer.fit()
     assert float((tmp_path / "loss").read_text()) < 0.5

@@ -9,13 +9,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
 import ray
-from clusters import free_ports
 from ray._private import services, utils
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -254,45 +252,6 @@ def test_the_processes_of_a_cluster_of_ones_own_have_torch_before_they_are_neede
     assert done.returncode == 0
 
 
-@contextlib.contextmanager
-def head(folder, *, mode):
-    """A cluster of one node, with a token in a home of its own; yield its address."""
-    home = folder / "home"
-    (home / ".ray").mkdir(parents=True)
-    (home / ".ray/auth_token").write_text(TOKEN)
-    port, *others = free_ports(7)
-    names = (
-        "ray-client-server-port", "node-manager-port", "object-manager-port",
-        "dashboard-agent-listen-port", "metrics-export-port", "runtime-env-agent-port",
-    )  # fmt: skip
-    words = [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1",
-        f"--port={port}", "--include-dashboard=false", "--disable-usage-stats",
-        "--object-store-memory=100000000", f"--temp-dir={folder / 'r'}",
-        *[f"--{name}={other}" for name, other in zip(names, others, strict=True)],
-    ]  # fmt: skip
-    environment = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": mode}
-    log = folder / "head.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            words, stdout=out, stderr=out, env=environment, start_new_session=True
-        )
-    try:
-        until = time.monotonic() + 40
-        while "Ray runtime started" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.1)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()  # ends what it has started, too
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=5)
-
-
 def train(folder, name, address, **environment):
     """Start a run on a cluster; return its exit status and what it said at last."""
     words = [
@@ -307,20 +266,14 @@ def train(folder, name, address, **environment):
 
 
 @pytest.mark.cluster
-def test_a_real_cluster_with_tokens_refuses_a_missing_or_wrong_token(short_path):
-    folder = short_path
+def test_a_real_cluster_with_tokens_refuses_a_missing_or_wrong_token(four_cpus, tmp_path):
     cases = {
         "is disabled": {"RAY_AUTH_MODE": "disabled"},
         "none was found": {"RAY_AUTH_MODE": "token"},
         "rejects the token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64},
     }
-    with head(folder, mode="token") as address, ThreadPoolExecutor(3) as pool:
-        runs = {
-            words: pool.submit(train, folder, str(number), address, **environment)
-            for number, (words, environment) in enumerate(cases.items())
-        }
-        for words, run in runs.items():
-            status, said = run.result()
-            assert status == 2, said
-            assert said.startswith(f"error: the Ray cluster at {address} (RAY_ADDRESS)"), said
-            assert words in said
+    for number, (words, environment) in enumerate(cases.items()):
+        status, said = train(tmp_path, str(number), four_cpus.address, **environment)
+        assert status == 2, said
+        assert said.startswith(f"error: the Ray cluster at {four_cpus.address} (RAY_ADDRESS)"), said
+        assert words in said

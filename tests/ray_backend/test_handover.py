@@ -131,8 +131,11 @@ sys.exit(main())
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-@pytest.mark.parametrize("is_blind", [False, True], ids=["seen", "unseen"])
+@pytest.mark.parametrize(
+    ("method", "is_blind"),
+    [("sync-easgd", False), ("async-easgd", True)],
+    ids=["rounds, seen", "messages, unseen"],
+)
 def test_a_replacement_continues_with_the_replica_of_the_leaver(
     four_cpus, tmp_path, method, is_blind
 ):

@@ -7,7 +7,6 @@ import sys
 import urllib.error
 import urllib.request
 from ipaddress import ip_address
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -18,7 +17,7 @@ from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 
 pytestmark = pytest.mark.cluster
 
-LONG = ("--workers", "2", "--epochs", "100000", "--period", "4")
+LONG = ("--model", "origins:model", "--workers", "2", "--epochs", "100000", "--period", "4")
 CALLS = (
     "CoreWorkerService/NumPendingTasks",
     "NodeManagerService/GetNodeStats",
@@ -185,14 +184,3 @@ def test_a_stranger_who_guesses_a_workers_number_becomes_no_rank(run):
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 assert stranger.recv(1) == b""  # not a byte of the run
     assert run.status()["generation"] == 1
-
-
-def test_a_run_with_a_cluster_of_its_own_can_be_reached_from_no_other_host(tmp_path):
-    none = SimpleNamespace(address="")
-    with ClusterRun(none, tmp_path / "run", *LONG) as run:
-        run.until_training(2)
-        found = {pid: listeners_of(pid) for pid in descendants_of(run.process.pid)}
-    assert sum(map(len, found.values())) > 10
-    for pid, places in found.items():
-        for host, port in places:
-            assert ip_address(host).is_loopback, (pid, host, port)

@@ -116,8 +116,6 @@ def test_a_busy_process_is_logged_with_cause_and_setting():
 HOLD = """
 import sys, time, itertools, collections, torch, raydl
 
-FOLDER, METHOD, HOLD_S, LEASE_S = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
-
 def hold(seconds):
     # One call that never gives the interpreter lock back: others of this process stand still.
     began = time.perf_counter()
@@ -134,7 +132,7 @@ class Model(torch.nn.Module):
     def forward(self, images):
         self.calls += self.training
         if self.training and self.calls == 30:
-            hold(HOLD_S)
+            hold(60.0)
         return self.linear(images.flatten(1))
 
 def model(image_shape, num_classes):
@@ -142,33 +140,19 @@ def model(image_shape, num_classes):
 
 raydl.Trainer(
     raydl.Classification(model), "digits",
-    method=raydl.MethodConfig(name=METHOD, period=4),
+    method=raydl.MethodConfig(name="async-easgd", period=4),
     training=raydl.TrainingConfig(epochs=6),
-    elastic=raydl.ElasticConfig(lease_s=LEASE_S),
-    run=raydl.RunConfig(run_dir=FOLDER, progress="plain"),
+    run=raydl.RunConfig(run_dir=sys.argv[1], progress="plain"),
 ).fit()
 """
 
 
-def hold_lock(tmp_path, method, hold_s, lease_s):
+@pytest.mark.slow
+def test_at_the_default_lease_a_hold_of_a_minute_costs_no_worker(tmp_path):
+    """Of a shorter one see ``tests/elastic/test_worker_errors.py``."""
     script = tmp_path / "own.py"
     script.write_text(HOLD)
-    words = [sys.executable, script, tmp_path / "run", method, str(hold_s), str(lease_s)]
+    words = [sys.executable, script, tmp_path / "run"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "was lost" not in done.stdout
-    return done.stdout
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_code_that_holds_the_interpreter_lock_for_longer_than_the_lease_is_waited_for(
-    tmp_path, method
-):
-    output = hold_lock(tmp_path, method, hold_s=6.0, lease_s=2.0)
-    assert "but is busy: a long call may hold the interpreter lock" in output
-
-
-@pytest.mark.slow
-def test_at_the_default_lease_a_hold_of_a_minute_costs_no_worker(tmp_path):
-    hold_lock(tmp_path, "async-easgd", hold_s=60.0, lease_s=10.0)

@@ -18,6 +18,7 @@ from clusters import free_port, free_ports
 from processes import command_of, environment_of, processes_that
 from repository import ROOT
 
+from jobs import weak_scaling
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
@@ -76,12 +77,11 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
         (["--run-dir", "x"], "run.run_dir, run.storage_path and run.resume can not be set"),
     ],
 )
-def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence):
-    words = [sys.executable, str(ROOT / "jobs/weak_scaling.py"), *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {sentence}")
-    assert done.stderr.count("\n") == 1
+def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence, capsys):
+    assert weak_scaling.main(options) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {sentence}")
+    assert told.count("\n") == 1
 
 
 # real jobs
@@ -208,14 +208,24 @@ class TestRealJobs:
         out = head.call(*submit, "jobs/evaluate.py", str(tmp_path / "digits"))
         assert f'"accuracy": {result["center_accuracy"]}' in out
 
-    def test_ctrl_c_keeps_the_job_running_and_a_stopped_job_can_be_resumed(self, head):
-        run = head.run_of("stopped")
-        with head.submit("stopped", *options_for(100_000)) as (process, log):
+    def test_a_killed_driver_is_resubmitted_ctrl_c_keeps_the_job_and_a_stopped_job_resumes(
+        self, head
+    ):
+        run, again = head.run_of("killed"), head.home / "again.log"
+        long = options_for(100_000)
+        with head.submit("killed", *long, own=("--retries", "1")) as (process, log):
             until(lambda: has_checkpoint(run), log.read_text)
+            [driver] = [
+                pid
+                for pid in processes_naming("raydl-runs/killed")
+                if "raydl\0train" in "\0".join(command_of(pid))
+            ]
+            os.kill(driver, signal.SIGKILL)
+            until(lambda: "resuming from round" in log.read_text(), log.read_text)
+            assert "the driver was killed (SIGKILL); resubmitting it" in log.read_text()
             process.send_signal(signal.SIGINT)
             assert process.wait(BOUND_S) == 130, log.read_text()
-            job_id = re.search(r"--follow (\S+)", log.read_text())[1]
-        again = head.home / "again.log"
+            job_id = re.findall(r"--follow (\S+)", log.read_text())[-1]
         follower = head.start("raydl", "submit", "--follow", job_id, log=again)
         head.call("ray", "job", "stop", job_id)
         assert follower.wait(BOUND_S) == 143, again.read_text()
@@ -225,24 +235,10 @@ class TestRealJobs:
         assert not sentences, "it is whole"
         samples = checkpoint.state["ledger"]["num_samples"]
         epochs = int(result_of(run)["samples"] / samples) + 3
-        with head.submit("stopped", *options_for(epochs), "--resume") as (process, log):
+        with head.submit("killed", *options_for(epochs), "--resume") as (process, log):
             assert process.wait(BOUND_S) == 0, log.read_text()
             assert "resuming from round" in log.read_text()
         assert result_of(run)["samples"] == epochs * samples
-
-    def test_a_killed_driver_is_resubmitted_and_resumes(self, head):
-        run = head.run_of("killed")
-        with head.submit("killed", *options_for(400), own=("--retries", "1")) as (process, log):
-            until(lambda: has_checkpoint(run), log.read_text)
-            [driver] = [
-                pid
-                for pid in processes_naming("raydl-runs/killed")
-                if "raydl\0train" in "\0".join(command_of(pid))
-            ]
-            os.kill(driver, signal.SIGKILL)
-            assert process.wait(BOUND_S) == 0, log.read_text()
-            assert "the driver was killed (SIGKILL); resubmitting it" in log.read_text()
-            assert "resuming from round" in log.read_text()
         assert result_of(run)["stopped_by"] == ""
 
     def test_a_client_without_a_token_or_a_cluster_gets_one_sentence(self, head, tmp_path):

@@ -1,6 +1,7 @@
 """Statements of the project about itself are true."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -44,9 +45,16 @@ def modules(root):
         yield path.relative_to(root / "raydl").parts[0].removesuffix(".py"), path
 
 
+@functools.cache
+def tree_of(path):
+    """Return the syntax tree of a file, which several tests look at."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path):
     """Return (imported module, whether at the top level) for each import of a file."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     top = set(map(id, tree.body))
     found = []
     for node in ast.walk(tree):
@@ -101,7 +109,7 @@ def test_no_file_is_unpickled(root):
     found = []
     for _, path in modules(root):
         assert not {m for m, _ in imports(path)} & {"pickle", "dill", "cloudpickle", "joblib"}, path
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert not called.endswith(("pickle.load", "pickle.loads", "unsafe_load")), path
             if called in safe:

@@ -41,14 +41,14 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     assert "no run is there" in capsys.readouterr().err
 
 
-def test_each_of_a_thousand_flipped_bits_is_found(run):
+def test_each_of_a_hundred_flipped_bits_is_found(run):
     draw = random.Random(0)
     files = kept_files(run)
     assert {path.name for path in files} >= {
         "manifest.json", "center.safetensors", "state.safetensors", "worker-w0.safetensors",
         "best.safetensors",
     }  # fmt: skip
-    for _ in range(1000):
+    for _ in range(100):
         path = draw.choice(files)
         data = path.read_bytes()
         # Half of them in the first bytes, where names, shapes and checksums are.

@@ -12,10 +12,9 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
-import boto3
 import pytest
 from checkpoints import make_checkpoint as make
-from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+from s3_server import s3_client, s3_server, use_keys_of_nobody
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import raydl.data
@@ -43,32 +42,20 @@ TRAIN = [
 @pytest.fixture(scope="module")
 def server():
     """A server on this machine with the bundled digits in s3://data and an empty s3://kept."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
-    url = f"http://{host}:{port}"
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
-    for bucket in ("data", "kept"):
-        client.create_bucket(Bucket=bucket)
-    for path in (Path(raydl.data.__file__).parent / "digits").glob("*.parquet"):
-        client.put_object(Bucket="data", Key=f"digits/{path.name}", Body=path.read_bytes())
-    client.close()
-    yield url
-    server.stop()
+    with s3_server() as url:
+        with s3_client(url) as client:
+            for bucket in ("data", "kept"):
+                client.create_bucket(Bucket=bucket)
+            for path in (Path(raydl.data.__file__).parent / "digits").glob("*.parquet"):
+                client.put_object(Bucket="data", Key=f"digits/{path.name}", Body=path.read_bytes())
+        yield url
 
 
 @pytest.fixture(autouse=True)
 def environment(server, monkeypatch, tmp_path):
     """What a user sets: where the server is, and who asks."""
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    use_keys_of_nobody(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
 
 
 def train(path, *words, place="s3://kept/runs", data="s3://data/digits"):
@@ -339,10 +326,9 @@ def test_a_superseded_driver_that_was_halted_ends_and_changes_nothing(drive, ser
 
 def objects(server):
     """Return the objects of the run, each with what tells its content."""
-    client = boto3.client("s3", endpoint_url=server, region_name="us-east-1")
     prefix = "runs/halted/"
-    listed = client.list_objects_v2(Bucket="kept", Prefix=prefix)["Contents"]
-    client.close()
+    with s3_client(server) as client:
+        listed = client.list_objects_v2(Bucket="kept", Prefix=prefix)["Contents"]
     return {item["Key"].removeprefix(prefix): item["ETag"] for item in listed}
 
 

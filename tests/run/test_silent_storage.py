@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-import boto3
 import pytest
 from pyarrow import fs
 from recorders import MemoryWriter as Writer
 from recorders import collected_round, flat_model
+from s3_server import s3_client
 from safetensors.torch import load_file
 from stages import Stage, collected, report, scored
 
@@ -418,11 +418,10 @@ def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(tmp_path, monkey
 
 _SERVER = """
 import time
-from moto.moto_server.threaded_moto_server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-time.sleep(600)
+from s3_server import s3_server
+with s3_server() as url:
+    print(url, flush=True)
+    time.sleep(600)
 """
 
 
@@ -433,11 +432,9 @@ def server():
         [sys.executable, "-c", _SERVER],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
-    client.create_bucket(Bucket="kept")
-    client.close()
+    url = process.stdout.readline().strip()
+    with s3_client(url) as client:
+        client.create_bucket(Bucket="kept")
     yield process, url
     process.kill()
     process.wait(10)
@@ -462,21 +459,15 @@ def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_trainin
     with log.open("w") as out:
         driver = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
-        manifests = ["resource", "none"]
         deadline = time.monotonic() + 90
-        client = boto3.client(
-            "s3", endpoint_url=url, region_name="us-east-1",
-            aws_access_key_id="key", aws_secret_access_key="secret",
-        )  # fmt: skip
-        while True:
-            found = client.list_objects_v2(Bucket="kept").get("Contents", [])
-            manifests = [o["Key"] for o in found if o["Key"].endswith("manifest.json")]
-            if manifests:
-                break
-            assert time.monotonic() < deadline, log.read_text()
-            assert driver.poll() is None, log.read_text()
-            time.sleep(0.2)
-        client.close()
+        with s3_client(url) as client:
+            while not any(
+                found["Key"].endswith("manifest.json")
+                for found in client.list_objects_v2(Bucket="kept").get("Contents", [])
+            ):
+                assert time.monotonic() < deadline, log.read_text()
+                assert driver.poll() is None, log.read_text()
+                time.sleep(0.2)
         process.send_signal(signal.SIGSTOP)
         stopped_at = time.monotonic()
         while "has not answered for" not in log.read_text():

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -65,18 +66,30 @@ class Folder:
         return self.seen.exists()
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of a network that was named ``spy:net``."""
+    path = tmp_path_factory.mktemp("trained")
+    made = Folder(path, "spy")
+    options = ["--model", "spy:net", "--workers", "0", "--epochs", "1", "--run-dir", str(made.run)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setattr(sys, "path", [*sys.path])
+        assert cli.main(["train", *options, "--run.progress", "none", "--batch-size", "64"]) == 0
+    assert made.was_imported  # the user's own command named it
+    del sys.modules["spy"]
+    return made.run
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch, request):
+def folder(trained, tmp_path, monkeypatch, request):
     """A run of a network that is named ``NAME:net``; its module is not imported any more."""
     name = f"spy_{abs(hash(request.node.name))}"
     made = Folder(tmp_path, name)
+    shutil.copytree(trained, made.run)
+    made.names(model=f"{name}:net")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    options = ["--model", f"{name}:net", "--workers", "0", "--epochs", "1", "--run-dir", "run"]
-    assert cli.main(["train", *options, "--run.progress", "none", "--batch-size", "64"]) == 0
-    assert made.was_imported  # the user's own command named it
-    made.seen.unlink()
-    del sys.modules[name]
     return made
 
 
@@ -251,7 +264,7 @@ def terminal():
     opened.close()
 
 
-@pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("n\n", 2), ("\n", 2), ("\x04", 2)])
+@pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("\n", 2)])
 def test_at_a_terminal_it_asks_and_only_a_yes_runs_the_code(folder, terminal, answer, status):
     process = subprocess.Popen(
         [sys.executable, "-m", "raydl", "evaluate", "run"],
@@ -287,6 +300,12 @@ def ask_at(terminal, name, *, missing=None):
         patch.setattr(sys, "stdin", null if missing == "stdin" else stdin)
         patch.setattr(sys, "stdout", null if missing == "stdout" else stdout)
         return runs.ask_for_trust(error)
+
+
+@pytest.mark.parametrize(("answer", "is_yes"), [("y\n", True), ("n\n", False), ("\x04", False)])
+def test_only_a_yes_gives_consent(terminal, answer, is_yes):
+    terminal.type(answer)
+    assert ask_at(terminal, "a:b") is is_yes
 
 
 def test_no_answer_is_a_refusal(terminal, monkeypatch):

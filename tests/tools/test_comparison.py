@@ -15,7 +15,7 @@ from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.metrics import COMPARED, TIME_PARTS
-from raydl.tools.comparison import Comparison, compare
+from raydl.tools.comparison import Comparison, compare, runner
 from raydl.tools.comparison import report as reports
 from raydl.tools.comparison.figures import Spread, make_rows
 from raydl.tools.comparison.settings import plan
@@ -61,6 +61,12 @@ def job(root):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Draw no pictures: they take longer than the rest of these comparisons."""
+    monkeypatch.setattr(runner, "draw", lambda runs, rows, target, out: None)
 
 
 def test_runs_are_interleaved_by_seed_and_share_all_other_settings(tmp_path):
@@ -120,6 +126,7 @@ def test_missing_data_are_reported_before_the_first_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
     fit = FakeFit({("async-easgd", 0): NonFiniteLossError("w1", 7, math.nan)})
     fit.answers["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
@@ -134,6 +141,7 @@ def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
     assert "Traceback" in (tmp_path / "out/async-easgd/seed-0/error.txt").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_started_again_runs_only_incomplete_runs(tmp_path, capsys):
     first = FakeFit({("async-easgd", 1): RuntimeError("a bad day")})
     assert compare(make(tmp_path), fit=first) == 1
@@ -147,6 +155,7 @@ def test_a_comparison_started_again_runs_only_incomplete_runs(tmp_path, capsys):
     assert more.done == [("diloco", 0), ("diloco", 1), ("sync-easgd", 2), ("diloco", 2)]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_complete_runs_with_other_settings_are_refused(tmp_path):
     compare(make(tmp_path), fit=FakeFit())
     training = dataclasses.replace(BASE.training, samples=200)
@@ -157,6 +166,7 @@ def test_complete_runs_with_other_settings_are_refused(tmp_path):
     assert fit.done == []
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
@@ -254,6 +264,7 @@ def rows_of_hparams(folder):
     return values, figures, columns
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     fit = FakeFit({("async-easgd", 0): RuntimeError("a bad day")})
     fit.answers["sync-easgd", 1] = figures(accuracies=(0.5, 0.6))

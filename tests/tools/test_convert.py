@@ -14,8 +14,8 @@ from image_files import make_pictures as pictures
 from image_files import png_of as png
 from image_files import write_idx as idx
 from image_files import write_parquet
-from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from PIL import Image
+from s3_server import s3_server, use_keys_of_nobody
 
 from raydl import cli
 from raydl.config import InputConfig
@@ -286,20 +286,12 @@ def test_the_remains_of_a_killed_conversion_are_not_loaded(source, tmp_path, is_
 @pytest.fixture
 def bucket(monkeypatch, tmp_path):
     """The URI of an empty bucket on a local server."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "key")
-    query = f"?scheme=http&endpoint_override={host}:{port}&allow_bucket_creation=true"
-    open_filesystem(f"s3://sets{query}")[0].create_dir("sets")
-    yield f"s3://sets/{{}}{query}"
-    server.stop()
+    use_keys_of_nobody(monkeypatch, tmp_path)
+    with s3_server() as url:
+        place = url.removeprefix("http://")
+        query = f"?scheme=http&endpoint_override={place}&allow_bucket_creation=true"
+        open_filesystem(f"s3://sets{query}")[0].create_dir("sets")
+        yield f"s3://sets/{{}}{query}"
 
 
 def test_a_conversion_to_an_object_store_is_atomic(bucket, tmp_path):

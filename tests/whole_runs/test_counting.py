@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from clusters import ClusterRun, actors, expendable, nodes
+from processes import stopped_processes
 from safetensors.torch import load_file
 
 from benchmarks import counting
-from benchmarks.programs import ROOT
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
@@ -84,12 +84,18 @@ def counts_of(folder):
     return checkpoint.center["counts"].round().long(), checkpoint.progress.num_samples
 
 
-@pytest.fixture
-def cluster(monkeypatch):
-    path = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), path]))
-    with nodes(0, 1, 1, 1) as cluster:
+@pytest.fixture(scope="module")
+def own_cluster():
+    with nodes(0) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(own_cluster):
+    """A head, and three nodes for a worker each."""
+    while len(own_cluster.worker_nodes) < 3:
+        own_cluster.add_node(num_cpus=1)
+    return own_cluster
 
 
 @pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
@@ -102,6 +108,7 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
         "--method", f"benchmarks.counting:{rule}", *counting.OPTIONS,
         "--workers", "2:3", "--elastic.lease-s", "3", "--checkpoint.every-s", "5",
     ]  # fmt: skip
+    stopped_before = stopped_processes()
     cut_off = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 6}]
     folder = tmp_path / "run"
     with ClusterRun(cluster, folder, *options, "--epochs", "9999", faults=cut_off) as run:
@@ -122,6 +129,7 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
         run.until(lambda: time.time() - (run.status().get("checkpoint_at") or 0) < 4)
         run.process.kill()  # the driver, without a word
         run.process.wait()
+    assert stopped_processes() <= stopped_before, "a process that was stopped is still there"
     num_epochs = counts_of(folder)[1] // counting.NUM_SAMPLES + 3
     with ClusterRun(cluster, folder, *options, "--epochs", str(num_epochs), "--resume") as run:
         run.wait()

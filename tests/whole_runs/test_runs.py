@@ -1,20 +1,29 @@
 """Whole runs on Ray, as a user starts them: in processes of their own.
 
-Three of them start a Ray of their own; the others join one cluster, which is up already.
+Two of them start a Ray of their own; the others join one cluster, which is up already.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from ipaddress import ip_address
 
 import pytest
-from processes import environment_of, processes_that
+from clusters import address_of
+from processes import descendants_of, environment_of, listeners_of, processes_that
 
-pytestmark = pytest.mark.cluster
+from raydl import cli
+from raydl.ray_backend import session
+from raydl.tools.report.facts import read_run
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 OPTIONS = [
     "--data", "digits", "--model", "lenet", "--workers", "2", "--epochs", "60",
@@ -23,21 +32,16 @@ OPTIONS = [
 BOUND_S = 150
 
 
-def address_of(address):
-    """Return the environment of a program that joins a cluster."""
-    return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"} if address else {}
-
-
 class Run:
     """One ``raydl train`` in a process group of its own, with its output in a file."""
 
     address = ""
     """The cluster that it joins; none: it starts one for itself."""
 
-    def __init__(self, path, *options, command=("-m", "raydl", "train")):
+    def __init__(self, path, *options):
         self.path = path
         self.log = path.with_suffix(".log")
-        words = [sys.executable, *command, *OPTIONS, "--run-dir", str(path), *options]
+        words = [sys.executable, "-m", "raydl", "train", *OPTIONS, "--run-dir", str(path), *options]
         environment = {**os.environ, **address_of(self.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -65,25 +69,39 @@ class Run:
             time.sleep(0.02)
 
     @classmethod
-    def disturbed(cls, folder, number, condition, *options):
+    def disturbed(cls, folder, number, condition, *options, goes_on_from=None):
         """Return a run that a signal ended once a condition held.
 
         A run takes some three seconds; where one was at its end before that, another begins.
         """
         for attempt in range(5):
-            run = cls(folder / f"run{attempt}", *options)
+            path = folder / f"run{attempt}"
+            folder.mkdir(exist_ok=True)
+            if goes_on_from:
+                shutil.copytree(goes_on_from.path, path)
+            run = cls(path, *options)
             run.until(lambda run=run: condition(run))
             run.process.send_signal(number)
             if run.wait() != 0 and not (run.path / "center.safetensors").exists():
                 return run
         raise AssertionError("every run ended before the signal came")
 
+    def listeners(self):
+        """Return (process, address) of all on which the run's processes listen now."""
+        found = set()
+        for pid in descendants_of(self.process.pid):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                found.update((pid, address) for address, _ in listeners_of(pid))
+        return found
+
     def has_begun(self):
         """Whether it has told that whole epochs are done."""
         return re.search(r"epoch (?!0\.)", self.output)
 
-    def has_checkpoint(self):
-        return any(self.path.glob("checkpoints/round-*/manifest.json"))
+    def newest_checkpoint(self):
+        """Return its round; 0: there is none."""
+        names = [path.parent.name for path in self.path.glob("checkpoints/round-*/manifest.json")]
+        return max((int(re.match(r"round-(\d+)", name)[1]) for name in names), default=0)
 
     @property
     def result(self):
@@ -102,8 +120,13 @@ def joined(four_cpus):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing interrupted, with a Ray of its own."""
+    """A run that nothing interrupted, with a Ray of its own, and on what it ever listened."""
     run = Run(tmp_path_factory.mktemp("whole") / "run")
+    run.listened = set()
+    while run.process.poll() is None:
+        run.listened |= run.listeners()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(timeout=0.5)
     assert run.wait() == 0, run.output
     return run
 
@@ -132,94 +155,62 @@ def test_a_run_on_two_workers_reaches_its_accuracy(whole):
     assert f"tensorboard --logdir {whole.path}" in whole.output
 
 
-def test_two_runs_with_one_seed_agree_to_the_last_digit(whole, joined, tmp_path):
-    again = joined(tmp_path / "run")
-    assert again.wait() == 0, again.output
-    assert again.result["center_accuracy"] == whole.result["center_accuracy"]
-    assert again.result["center_loss"] == whole.result["center_loss"]
-    assert again.weights == whole.weights
+def test_a_run_with_a_cluster_of_its_own_can_be_reached_from_no_other_host(whole):
+    assert len(whole.listened) > 10
+    assert [place for place in whole.listened if not ip_address(place[1]).is_loopback] == []
 
 
-def test_a_driver_killed_with_9_and_resumed_ends_with_the_same_bits(whole, joined, tmp_path):
-    run = joined.disturbed(tmp_path, signal.SIGKILL, Run.has_checkpoint)
-    assert run.process.returncode == -signal.SIGKILL, run.output
-    again = joined(run.path, "--resume")
-    assert again.wait() == 0, again.output
-    assert "resuming from round" in again.output
-    assert again.weights == whole.weights
-    assert again.result["center_accuracy"] == whole.result["center_accuracy"]
+def test_the_curves_of_a_run_rise_evenly_over_time(whole):
+    """Workers record several times between two questions of the driver: records come together."""
+    curve = read_run(str(whole.path)).curve("train/epoch")
+    apart = [later - earlier > 0.005 for earlier, later in itertools.pairwise(curve.seconds)]
+    assert list(curve.seconds) == sorted(curve.seconds)
+    assert len(apart) > 8
+    assert sum(apart) > 0.8 * len(apart), "they stand together as they were heard of"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_stops_with_a_checkpoint_and_the_resumed_run_ends_with_the_same_bits(
-    whole, joined, tmp_path, number, status
+def test_a_run_interrupted_then_killed_with_9_and_resumed_each_time_ends_with_the_same_bits(
+    whole, joined, tmp_path
 ):
-    run = joined.disturbed(tmp_path, number, Run.has_begun, "--checkpoint.every-epochs", "1000")
-    assert run.process.returncode == status, run.output
-    assert run.has_checkpoint()
-    assert "--resume" in run.output
-    again = joined(run.path, "--resume")
-    assert again.wait() == 0, again.output
-    assert again.weights == whole.weights
-
-
-def test_the_job_script_has_the_same_options(joined, tmp_path, root):
-    run = joined(tmp_path / "run", "--epochs", "1", command=(str(root / "jobs/train.py"),))
-    assert run.wait() == 0, run.output
-    assert run.result["samples"] == 1438
-
-
-def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(tmp_path):
-    run = Run(tmp_path / "run", "--workers", "500")
-    assert run.wait() == 2
-    assert "error: scaling.num_workers asks for 500 workers" in run.output
-    assert "lower scaling.num_workers or scaling.cpus_per_worker" in run.output
-    assert "Traceback" not in run.output
-
-
-OWN_TASK = """
-import sys, torch, raydl
-
-def broken(image_shape, num_classes):
-    class Broken(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(64, num_classes)
-            self.calls = 0
-
-        def forward(self, images):
-            self.calls += 1
-            if self.calls > 20:
-                raise ZeroDivisionError("my own mistake")
-            return self.linear(images.flatten(1))
-
-    return Broken()
-
-raydl.Trainer(
-    raydl.Classification(broken), "digits", run=raydl.RunConfig(run_dir=sys.argv[1])
-).fit()
-"""
-
-
-def test_a_users_own_exception_arrives_with_its_own_traceback(joined, tmp_path):
-    script = tmp_path / "own.py"
-    script.write_text(OWN_TASK)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")],
-        env={**os.environ, **address_of(joined.address)},
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
+    """As does any run of its seed."""
+    stopped = joined.disturbed(
+        tmp_path / "stopped", signal.SIGINT, Run.has_begun, "--checkpoint.every-epochs", "1000"
     )
-    assert done.returncode == 1
-    assert "ZeroDivisionError: my own mistake" in done.stderr
-    assert 'own.py", line' in done.stderr
+    assert stopped.process.returncode == 130, stopped.output
+    assert stopped.newest_checkpoint() > 0
+    assert "--resume" in stopped.output
+    killed = joined.disturbed(
+        tmp_path / "killed",
+        signal.SIGKILL,
+        lambda run: run.newest_checkpoint() > stopped.newest_checkpoint(),
+        "--resume",
+        goes_on_from=stopped,
+    )
+    assert killed.process.returncode == -signal.SIGKILL, killed.output
+    again = joined(killed.path, "--resume")
+    assert again.wait() == 0, again.output
+    assert again.output.count("resuming from round") == 2
+    assert again.weights == whole.weights
+    for figure in ("center_accuracy", "center_loss"):
+        assert again.result[figure] == whole.result[figure]
 
 
-def test_a_loss_that_explodes_names_worker_and_step(joined, tmp_path):
-    run = joined(tmp_path / "run", "--lr", "1e20", "--optimizer.clip-grad-norm", "None")
-    assert run.wait() == 1, run.output
-    assert "error: the loss became" in run.output
-    assert "lower optimizer.lr" in run.output
-    assert "Traceback" not in run.output
+def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(
+    cluster, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(session, "connect", lambda: True)  # to a cluster of the run's own
+    assert cli.main(["train", "--workers", "500", "--run-dir", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert "error: scaling.num_workers asks for 500 workers" in told
+    assert "lower scaling.num_workers or scaling.cpus_per_worker" in told
+    assert "Traceback" not in told
+
+
+def test_a_loss_that_explodes_names_worker_and_step(cluster, tmp_path, capsys):
+    words = ["--run-dir", str(tmp_path / "run"), "--workers", "2", "--run.progress", "plain"]
+    words += ["--lr", "1e20", "--optimizer.clip-grad-norm", "None"]
+    assert cli.main(["train", *words]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"error: the loss became \S+ at local step \d+ of worker w\d", told), told
+    assert "lower optimizer.lr" in told
+    assert "Traceback" not in told
