@@ -311,7 +311,9 @@ def _averaged_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
 def _check_module(model: object, name: str) -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise ShapeError(name, f"must be a torch.nn.Module, its builder returned a {kind}")
+        raise ShapeError(
+            name, f"must be a torch.nn.Module, its builder returned an object of type {kind}"
+        )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ShapeError(
             name,

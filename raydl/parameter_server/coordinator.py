@@ -409,7 +409,8 @@ class Coordinator:
         ledger = None
         if outcome is not Outcome.GO_ON or self._num_completed - self._ledger_sent_at >= every:
             self._ledger_sent_at = self._num_completed
-            ledger = self._ledger.compact_state()  # without claims: a restored center has no members
+            # Without claims: a restored center has no members.
+            ledger = self._ledger.compact_state()
         return Assignment(
             outcome=outcome,
             claims=claims,

@@ -227,7 +227,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"options": "eps=open('x')"}, "optimizer.options must be NAME=VALUE separated by commas"),
         ({"options": "**{'eps': 1}"}, "optimizer.options must be NAME=VALUE separated by commas"),
         ({"options": "a=1)(b=2"}, "optimizer.options must be NAME=VALUE separated by commas"),
-        ({"options": "lr=0.1"}, "optimizer.options can not hold lr: set optimizer.lr"),
+        ({"options": "lr=0.1"}, "optimizer.options must not have lr: set optimizer.lr"),
         ({"name": "adam", "options": "bettas=(0.9, 0.99)"}, "has no 'bettas'; did you mean betas"),
         ({"name": "adam", "options": "betas=(2, 3)"}, "is not accepted by adam: Invalid beta"),
         ({"name": "adam", "options": "betas=3"}, "optimizer.options 'betas=3' is not accepted by"),

@@ -167,7 +167,10 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
         (["--epochs", "2"], "raydl submit has no option --epochs; the options of raydl train come"),
         (["--retries", "-1"], "submit.retries must be 0 or more, got -1"),
         (["--retries", "1", "--no-follow"], "submit.retries needs a job that is submitted here"),
-        (["--run-name", "a/b"], "submit.run_name must be a name of letters, digits, _ . and -, "),
+        (
+            ["--run-name", "a/b"],
+            "submit.run_name must be a name of letters, digits, _ . and - that ",
+        ),
         (["--run-name", ""], "submit.run_name must be a name"),
         (["--run-name", ".."], "submit.run_name must be a name"),
         (["--run-name", "a b"], "submit.run_name must be a name"),

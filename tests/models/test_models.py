@@ -381,7 +381,11 @@ def fails(x):
 @pytest.mark.parametrize(
     ("factory", "error", "sentence"),
     [
-        (lambda shape, classes: 3, ShapeError, r"must be a torch.nn.Module, .* of type int$"),
+        (
+            lambda shape, classes: 3,
+            ShapeError,
+            r"must be a torch.nn.Module, its builder returned an object of type int$",
+        ),
         (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), got \(shape\)"),
         (
             lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)),
@@ -389,7 +393,11 @@ def fails(x):
             r"logits of shape \[2, 10\] for 2 samples of 10 classes, got shape \[2, 3\]$",
         ),
         (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "got a tuple$"),
-        (lambda shape, classes: nn.Linear(3, 10), ShapeError, "does not take 1x8x8 pictures of 10"),
+        (
+            lambda shape, classes: nn.Linear(3, 10),
+            ShapeError,
+            "does not accept 1x8x8 pictures of 10",
+        ),
         (lambda shape, classes: Numbers(fails), KeyError, "no such key"),
     ],
 )

@@ -100,7 +100,7 @@ def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
         (
             "async-easgd,sync-easgd",
             {"method": dataclasses.replace(BASE.method, beta=1.8)},
-            r"method.beta must be in \(0, 1\].* \(for sync-easgd\)",
+            r"method.beta must be in \(0, 1\] for sync-easgd, got 1.8",
         ),
         (
             "sync-easgd",
