@@ -7,7 +7,7 @@ A host has its own network namespace, with a loopback and one address (10.77.0.1
 its own process namespace: it does not see other processes. It shares the files and CPUs of the
 machine. All hosts are connected to a bridge in another namespace, the switch. A token bucket (tbf)
 at both ends of a link limits each direction to the rate. The network of the machine is unchanged,
-and hosts can not reach it.
+and hosts cannot reach it.
 
 The namespaces have no names, so several ``Hosts`` may exist simultaneously. The first process of
 each namespace waits for the end of its input; when it ends, Linux kills all other processes of the
@@ -268,7 +268,7 @@ class _Namespace:
         reply = self._echo("ready\n")
         if reply != "ready\n":
             self.close()
-            raise HostsError(f"a network namespace can not be created here: {reply.strip()}")
+            raise HostsError(f"a network namespace cannot be created here: {reply.strip()}")
 
     def _echo(self, line: str) -> str:
         """Send a line to the keeper, which echoes its input, and return its first line."""

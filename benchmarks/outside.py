@@ -137,7 +137,7 @@ class Run:
             time.sleep(_POLL_EVERY_S)
 
     def status(self) -> dict[str, Any]:
-        """Return the content of ``status.json``, or placeholders if it can not be read."""
+        """Return the content of ``status.json``, or placeholders if it cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             status: dict[str, Any] = json.loads((self.run_dir / "status.json").read_text())
             return status
@@ -199,7 +199,7 @@ class Run:
         """Return the content of ``result.json``.
 
         Raises:
-            RunError: if it can not be read.
+            RunError: if it cannot be read.
         """
         with contextlib.suppress(OSError, ValueError):
             result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())

@@ -153,7 +153,7 @@ class Storm:
         return f"a worker is halted for {seconds:.0f} s"
 
     def _driver_one(self) -> str:
-        if not self._outcome.written:  # without a checkpoint the run can not be resumed
+        if not self._outcome.written:  # without a checkpoint the run cannot be resumed
             return ""
         self.run.process.kill()
         self._resume()

@@ -297,7 +297,7 @@ def _end_session(leader: subprocess.Popen[bytes]) -> None:
     # The id of the session is not reused before the leader is waited for.
     while left := processes_of(leader.pid):
         if time.monotonic() > deadline:
-            raise WatchError(f"processes that can not be killed: {left}")
+            raise WatchError(f"processes that cannot be killed: {left}")
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -76,11 +76,11 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
     base, run = scaling.base, scaling.base.run
     if run.resume or run.run_dir is not None or run.storage_path is not None:
         settings = "run.run_dir, run.storage_path and run.resume"
-        raise ConfigError(settings, "can not be set in a measurement; use --out")
+        raise ConfigError(settings, "cannot be set in a measurement; use --out")
     ends = (base.training.epochs, base.training.samples, base.training.seconds)
     if any(end is not None for end in ends):
         settings = "training.epochs, training.samples and training.seconds"
-        raise ConfigError(settings, "can not be set, since the steps are constant; use --steps")
+        raise ConfigError(settings, "cannot be set, since the steps are constant; use --steps")
     progress = "none" if run.progress == "auto" else run.progress
     return [
         dataclasses.replace(

@@ -7,7 +7,7 @@
     ├── ShapeError                  the model and the data do not fit each other
     ├── UntrustedCodeError          a run's folder names code that the user has not trusted
     ├── ClusterError                no Ray cluster can be joined
-    ├── ResourceError               the cluster can not hold what was requested
+    ├── ResourceError               the cluster cannot hold what was requested
     │   └── CapacityError           the cluster did not provide it in time
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
     │   └── StateLostError          a worker was lost before its state was written
@@ -20,7 +20,7 @@
     ├── ProcessLostError            a process of the run was lost
     ├── StalledError                the run waited too long for something that it needs
     ├── SupersededError             another driver has taken over the run
-    ├── AttachError                 an attached training loop can not start or continue
+    ├── AttachError                 an attached training loop cannot start or continue
     └── ExchangeError               an exchange did not complete and changed nothing
         └── ExchangeTimeoutError    a member of the exchange was late
 
@@ -100,7 +100,7 @@ class UnknownNameError(ConfigError):
 
 
 class DataError(RaydlError):
-    """The input can not be read, or is not what it should be.
+    """The input cannot be read, or is not what it should be.
 
     Args:
         source: the path or URI of the file or folder.
@@ -156,7 +156,7 @@ class ShapeError(RaydlError):
 
 
 class ClusterError(RaydlError):
-    """The Ray cluster can not be joined.
+    """The Ray cluster cannot be joined.
 
     Args:
         address: the value of ``RAY_ADDRESS``.
@@ -172,7 +172,7 @@ class ClusterError(RaydlError):
 
 
 class ResourceError(RaydlError):
-    """The cluster can not hold what was requested."""
+    """The cluster cannot hold what was requested."""
 
 
 class CapacityError(ResourceError):
@@ -371,7 +371,7 @@ class SupersededError(RaydlError):
 
 
 class AttachError(RaydlError):
-    """An attached training loop can not start or continue.
+    """An attached training loop cannot start or continue.
 
     Args:
         name: the name of the run that the loop is attached to.

@@ -5,7 +5,7 @@ reader sees all of it or nothing. An object store shows only whole objects, so a
 there under its own name.
 
 A file server that is lost, or an S3 server that accepts connections and never replies, blocks the
-caller, and such a call can not be ended. So while a run trains, all calls are made in threads that
+caller, and such a call cannot be ended. So while a run trains, all calls are made in threads that
 the process can abandon; see ``Storage.unanswered``. ``in_words`` makes the rest of one sentence of
 a file system's error. Endpoints and credentials: docs/storage.md.
 """
@@ -201,7 +201,7 @@ class Storage:
                 self._filesystem, self._path = open_filesystem(root)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "run.storage_path", f"{root} can not be opened: {in_words(error)}"
+                    "run.storage_path", f"{root} cannot be opened: {in_words(error)}"
                 ) from error
         else:
             self._filesystem, self._path = fs.LocalFileSystem(), os.path.abspath(root)
@@ -222,7 +222,7 @@ class Storage:
 
     @property
     def is_object_store(self) -> bool:
-        """Whether a file appears only when it is whole, and folders can not be renamed."""
+        """Whether a file appears only when it is whole, and folders cannot be renamed."""
         return self._filesystem.type_name in _OBJECT_STORES
 
     @property
@@ -320,7 +320,7 @@ class Storage:
             setting: the dotted name of the setting that names the storage, for the error.
 
         Raises:
-            ConfigError: the storage can not be written.
+            ConfigError: the storage cannot be written.
         """
         name = f".probe-{uuid.uuid4().hex[:8]}"  # another driver may probe at the same time
         try:
@@ -331,7 +331,7 @@ class Storage:
                 for path in (self._path_of(name), f"{self._path_of(name)}.tmp"):
                     with suppress(OSError):
                         os.unlink(path)
-            problem = f"{self.root} can not be written: {in_words(error)}"
+            problem = f"{self.root} cannot be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def write_bytes(self, name: str, data: bytes) -> None:
@@ -384,7 +384,7 @@ class Storage:
         """Copy a file to a local path, piece by piece; it appears there only when it is whole.
 
         Raises:
-            OSError: the file is absent or can not be read, or ``local`` can not be written.
+            OSError: the file is absent or cannot be read, or ``local`` cannot be written.
         """
         with self._calling(f"to read {name}"):
             temporary = os.path.join(os.path.dirname(local), f".{os.path.basename(local)}.tmp")
@@ -409,7 +409,7 @@ class Storage:
         """Return a whole file.
 
         Raises:
-            OSError: the file is absent or can not be read.
+            OSError: the file is absent or cannot be read.
         """
         with self._calling(f"to read {name}"):
             path = self._path_of(name)
@@ -421,7 +421,7 @@ class Storage:
         """Yield the contents of a file in order, in pieces.
 
         Raises:
-            OSError: the file is absent or can not be read.
+            OSError: the file is absent or cannot be read.
         """
         what = f"to read {name}"
         with self._calling(what):
@@ -438,7 +438,7 @@ class Storage:
         """Return a whole file as writable memory, without a second copy.
 
         Raises:
-            OSError: the file is absent or can not be read.
+            OSError: the file is absent or cannot be read.
         """
         with self._calling(f"to read {name}"):
             size = self._filesystem.get_file_info(self._path_of(name)).size
@@ -453,7 +453,7 @@ class Storage:
         """Delete a file.
 
         Raises:
-            OSError: the file is absent, or can not be deleted.
+            OSError: the file is absent, or cannot be deleted.
         """
         self._check_guard()
         with self._calling(f"to delete {name}"):
@@ -481,7 +481,7 @@ class Storage:
         On a disk with hard links the copy is a link. An object store copies by itself.
 
         Raises:
-            OSError: the file is absent, or can not be copied.
+            OSError: the file is absent, or cannot be copied.
         """
         self._check_guard()
         with self._calling(f"to copy {name}"):
@@ -505,7 +505,7 @@ class Storage:
                 self._filesystem.delete_dir(self._path_of(name))
 
     def move_dir(self, name: str, new_name: str) -> None:
-        """Rename a folder atomically. An object store can not do this."""
+        """Rename a folder atomically. An object store cannot do this."""
         self._check_guard()
         with self._calling(f"to rename {name}"):
             target = self._path_of(new_name)

@@ -120,8 +120,8 @@ def test_a_text_without_credentials_is_unchanged(text):
     ("text", "left"),
     [
         (
-            "s3://K:SECRET@b/x: can not be read (see 'https://h/y?sig=SECRET'), or ask me@here.",
-            "s3://b/x: can not be read (see 'https://h/y'), or ask me@here.",
+            "s3://K:SECRET@b/x: cannot be read (see 'https://h/y?sig=SECRET'), or ask me@here.",
+            "s3://b/x: cannot be read (see 'https://h/y'), or ask me@here.",
         ),
         ("the run is in s3://b/x?token=SECRET: go on there", "the run is in s3://b/x: go on there"),
         ("<s3://b/x?token=SECRET> `s3://b/y?sig=SECRET`", "<s3://b/x> `s3://b/y`"),
@@ -215,7 +215,7 @@ def test_nested_values_keep_their_shape():
     "error",
     [
         errors.RaydlError("at s3://K:SECRET@b"),
-        errors.ConfigError("run.storage_path", "s3://K:SECRET@b can not be opened"),
+        errors.ConfigError("run.storage_path", "s3://K:SECRET@b cannot be opened"),
         errors.UnknownNameError("model", "s3://K:SECRET@b", ("lenet",)),
         errors.DataError("s3://K:SECRET@b/x", "s3://b?sig=SECRET is missing"),
         errors.CheckpointError("s3://K:SECRET@b/x", "it is damaged"),

@@ -146,5 +146,5 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
         center, values = tensor_files.load(storage.read_whole(FILE))
         best = Best.from_dict(values)
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(path, f"can not be read: {error}") from error
+        raise CheckpointError(path, f"cannot be read: {error}") from error
     return center, best

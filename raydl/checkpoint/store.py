@@ -7,7 +7,7 @@
         manifest.json             written last: the files above, with sizes and checksums
 
 A folder without a manifest is not a checkpoint. A checkpoint is written under a hidden name and
-renamed; on an object store, which can not rename, the manifest alone makes it whole.
+renamed; on an object store, which cannot rename, the manifest alone makes it whole.
 
 No file is ever overwritten. If a round is written again, the new checkpoint has a name of its own,
 round-00000120.1, and the first one is deleted when the second one is whole. So at any time during a
@@ -152,7 +152,7 @@ class CheckpointStore:
     def write(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, delete old ones, and return its name.
 
-        If an old one can not be deleted, this issues a RuntimeWarning, and the next write tries
+        If an old one cannot be deleted, this issues a RuntimeWarning, and the next write tries
         again: the new checkpoint is whole, so the run goes on.
 
         Raises:
@@ -419,7 +419,7 @@ class CheckpointStore:
         try:
             found = Sum.of((read or self._storage.read_pieces)(path))
         except OSError as error:
-            problem = f"{file_name} can not be read: {error}"
+            problem = f"{file_name} cannot be read: {error}"
             raise _DamagedError(self._path(name), problem) from error
         if found != expected:
             raise _DamagedError(

@@ -186,7 +186,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
     results are those of ``ray.util.collective``.
 
     Raises:
-        ConfigError: if a tensor can not be sent or written; nothing was sent.
+        ConfigError: if a tensor cannot be sent or written; nothing was sent.
         ExchangeTimeoutError: if members did not join in time; the group is no longer usable.
         ExchangeError: if members were lost or left; the group is no longer usable.
     """

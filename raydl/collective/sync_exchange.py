@@ -7,7 +7,7 @@ SC17's three co-design steps are settings of it. EASGD1: staged through host mem
 overlap; EASGD2: resident on the device; EASGD3: overlapped with the gradient
 (``StepPlan.overlap``). All three compute the same.
 
-Encoded values can not be added. So each rank sends its compressed message to all others, and each
+Encoded values cannot be added. So each rank sends its compressed message to all others, and each
 decodes and sums all messages in rank order: the same bits everywhere. A rank then sends p - 1 short
 messages, where the all-reduce of uncompressed ones sends less than 2. If the rule sends weights, a
 lossy codec loses nothing: the message is the difference to the center, replica and center apply the

@@ -145,7 +145,7 @@ def gloo_port(value: bytes) -> int:
     ports = _GLOO_ADDRESS.findall(value)
     if len(ports) != 1:
         raise RuntimeError(
-            f"torch {version('torch')} writes gloo's address in an unknown format, so TLS can not "
+            f"torch {version('torch')} writes gloo's address in an unknown format, so TLS cannot "
             f"be used with it; install the torch of raydl's constraints.txt, or choose a method "
             f"with messages"
         )

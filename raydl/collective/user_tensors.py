@@ -48,7 +48,7 @@ def flat(value: Value, device: str) -> Tensor:
         device: the type of the group's device, ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: if it is on another device, or can not be sent.
+        ConfigError: if it is on another device, or cannot be sent.
     """
     found = value.device.type if isinstance(value, Tensor) else "cpu"
     if found != device:
@@ -80,7 +80,7 @@ def empty_for(value: Value, device: str) -> Tensor:
 
 
 def copy_of(value: Value, device: str) -> Tensor:
-    """Return a copy to reduce, shape [n]. Raises ConfigError if it can not be reduced."""
+    """Return a copy to reduce, shape [n]. Raises ConfigError if it cannot be reduced."""
     copied = flat(value, device).clone()
     check_reduced(copied)
     return copied
@@ -95,7 +95,7 @@ def check_writable(value: Value) -> None:
 
 
 def check_reduced(elements: Tensor) -> None:
-    """Raise ConfigError if a dtype can not be reduced."""
+    """Raise ConfigError if a dtype cannot be reduced."""
     if elements.dtype not in REDUCED:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCED)
         raise ConfigError("tensor", f"must have one of the dtypes {names}, got {elements.dtype}")

@@ -55,7 +55,7 @@ def named_rule(config: MethodConfig) -> Rule | None:
     """Return the rule that ``module:Class`` names, or None for the name of a built-in method.
 
     Raises:
-        ConfigError: if it can not be imported, is not a rule, or can not be constructed.
+        ConfigError: if it cannot be imported, is not a rule, or cannot be constructed.
     """
     if ":" not in config.name:
         return None
@@ -69,7 +69,7 @@ def named_rule(config: MethodConfig) -> Rule | None:
         except TypeError as error:
             raise ConfigError(
                 "method.name",
-                f"{config.name} can not be constructed: {error}; give its arguments defaults, "
+                f"{config.name} cannot be constructed: {error}; give its arguments defaults, "
                 f"define from_config(config), or pass an instance in Python: Trainer(method=...)",
             ) from error
     return found.from_config(config)
@@ -124,7 +124,7 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     name = type(rule).__name__
     try:
         tried = copy.deepcopy(rule)
-    except Exception:  # it holds a value that can not be copied: try the rule itself
+    except Exception:  # it holds a value that cannot be copied: try the rule itself
         tried = rule
     before = _copied_attributes(tried)
     _try_pull(tried, name, values)
@@ -263,7 +263,7 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two values are equal, as far as they can be compared."""
     try:
         return one is other or (type(one) is type(other) and _has_same_content(one, other))
-    except Exception:  # it contains itself, or can not be compared
+    except Exception:  # it contains itself, or cannot be compared
         return True
 
 

@@ -104,7 +104,7 @@ class FlatModel:
 
     @staticmethod
     def check(model: nn.Module) -> None:
-        """Raise a ShapeError if a model can not be flattened; the model is not modified."""
+        """Raise a ShapeError if a model cannot be flattened; the model is not modified."""
         _check_module(model, type(model).__name__)
         parameters = [p for p in model.parameters() if p.requires_grad]
         _one_kind(parameters, type(model).__name__)
@@ -325,7 +325,7 @@ def _check_module(model: object, name: str) -> None:
             raise ShapeError(
                 name,
                 f"has {type(module).__name__} with extra state (get_extra_state), which "
-                f"checkpoints can not hold; keep it in buffers",
+                f"checkpoints cannot hold; keep it in buffers",
             )
     for key, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -334,7 +334,7 @@ def _check_module(model: object, name: str) -> None:
         if not can_be_kept(tensor):
             raise ShapeError(
                 name,
-                f"has {key}, {tensor.layout} of {tensor.dtype}, which checkpoints can not hold; "
+                f"has {key}, {tensor.layout} of {tensor.dtype}, which checkpoints cannot hold; "
                 f"register it with persistent=False, or convert it to a dense real tensor",
             )
 

@@ -81,7 +81,7 @@ class Method:
 def check_weights(
     model: str, parameters: Sequence[Tensor], config: TrainConfig, method: Method
 ) -> None:
-    """Raise a ShapeError if a method can not exchange the parameters of a model.
+    """Raise a ShapeError if a method cannot exchange the parameters of a model.
 
     Args:
         model: name of the model.
@@ -122,7 +122,7 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
     if not is_elementwise(optimizer, method.own_optimizer):
         raise ConfigError(
             "optimizer.name",
-            f"can not be {name} {where} on flat tensors: it depends on the shapes of parameters; "
+            f"cannot be {name} {where} on flat tensors: it depends on the shapes of parameters; "
             f"take an elementwise optimizer, or a method with local steps",
         )
     if method.strategy == "hogwild" and name != "sgd":
@@ -131,7 +131,7 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
     if optimizer.decay_only_matrices and not is_whole:
         raise ConfigError(
             "optimizer.decay_only_matrices",
-            f"can not be set {where} in parts, without the shapes of parameters; "
+            f"cannot be set {where} in parts, without the shapes of parameters; "
             f"set exchange.fragments 1, or take a sync method",
         )
 
@@ -246,9 +246,9 @@ def _check_tuning(config: TrainConfig, method: Method) -> None:
         problem = f"can be auto for sync methods with local steps, not for {method.name}"
         raise ConfigError("method.period", f"{problem}; give a number")
     if config.method.group_size > 1:
-        raise ConfigError("method.period", "can not be auto with method.group_size; give a number")
+        raise ConfigError("method.period", "cannot be auto with method.group_size; give a number")
     if config.training.deterministic:
-        problem = "can not be auto with training.deterministic: it depends on measured times"
+        problem = "cannot be auto with training.deterministic: it depends on measured times"
         raise ConfigError("method.period", f"{problem}; give a number")
 
 
@@ -263,7 +263,7 @@ def _check_allreduce(config: TrainConfig, method: Method) -> None:
     if config.training.deterministic and allreduce == "auto":
         raise ConfigError(
             "exchange.allreduce",
-            "can not be auto with training.deterministic: measured times would decide the order "
+            "cannot be auto with training.deterministic: measured times would decide the order "
             "of the sums; name an algorithm",
         )
 
@@ -280,7 +280,7 @@ def may_compress(config: TrainConfig) -> bool:
 def _check_compression(config: TrainConfig) -> None:
     exchange = config.exchange
     if not exchange.packed:
-        problem = "can not be turned off with exchange.compression, which needs packed messages"
+        problem = "cannot be turned off with exchange.compression, which needs packed messages"
         raise ConfigError("exchange.packed", problem)
     if exchange.allreduce != "library":
         raise ConfigError(

@@ -50,7 +50,7 @@ class NonTrainableState:
 
     Every process starts with the state of the run's first model, as all ranks of torch's DDP do.
     From then on each replica keeps its own: frozen parameters are never sent, and for buffers that
-    can not be averaged (a batch counter) the center has the values of one worker.
+    cannot be averaged (a batch counter) the center has the values of one worker.
 
     Values are sent as NumPy arrays by the names in the model. A dtype that NumPy lacks, such as
     bfloat16, is sent as integers of the same size.
@@ -241,7 +241,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 
 
 def can_be_kept(tensor: Tensor) -> bool:
-    """Whether arrays and checkpoints can hold a tensor; they can not hold sparse ones."""
+    """Whether arrays and checkpoints can hold a tensor; they cannot hold sparse ones."""
     return tensor.layout == torch.strided and tensor.dtype not in _NOT_KEPT
 
 
@@ -269,7 +269,7 @@ def _array_of(tensor: Tensor) -> np.ndarray:
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    """Whether elements share memory, as after ``expand``, so that they can not be written."""
+    """Whether elements share memory, as after ``expand``, so that they cannot be written."""
     return any(
         size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )

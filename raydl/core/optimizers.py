@@ -9,7 +9,7 @@ The tensors that an optimizer holds depend on what its step depends on:
   model's own parameters, which are views of the flat tensor, as their gradients are.
 
 A parameter that the loss of a step does not reach has no gradient, and torch skips it and its
-state. A flat tensor can not skip a part. So at the first such step an elementwise optimizer is
+state. A flat tensor cannot skip a part. So at the first such step an elementwise optimizer is
 replaced by one over the model's own parameters with the same state (``split_by_parameter``).
 
 A pre-step hook of torch assigns slices of the flat gradient to the views. Another clips the
@@ -216,7 +216,7 @@ def ignores_zero_gradients(config: OptimizerConfig, own: OwnOptimizer | None = N
 
 
 def no_gradient_text(names: Sequence[str]) -> str:
-    """Return why a method with the optimizer at the center can not train a model."""
+    """Return why a method with the optimizer at the center cannot train a model."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"the loss did not reach the parameter {names[0]}{others}, which an optimizer at the "
@@ -332,7 +332,7 @@ def named_optimizer(config: OptimizerConfig) -> OwnOptimizer | None:
     """Return the function that ``module:function`` names, or None for a name of torch.optim.
 
     Raises:
-        ConfigError: if it can not be imported or is not a function.
+        ConfigError: if it cannot be imported or is not a function.
         UnknownNameError: if torch.optim has no optimizer of that name.
     """
     if ":" in config.name:
@@ -341,7 +341,7 @@ def named_optimizer(config: OptimizerConfig) -> OwnOptimizer | None:
             raise ConfigError("optimizer.name", f"{config.name} is no function of parameters")
         return own  # type: ignore[no-any-return]
     if config.name in _REFUSED:
-        problem = f"can not be {config.name}: {_REFUSED[config.name]}; take adamw"
+        problem = f"cannot be {config.name}: {_REFUSED[config.name]}; take adamw"
         raise ConfigError("optimizer.name", problem)
     if config.name not in OPTIMIZERS:
         raise UnknownNameError("optimizer.name", config.name, OPTIMIZERS)
@@ -363,7 +363,7 @@ def default_lr(config: OptimizerConfig, own: OwnOptimizer | None) -> float:
     except Exception as error:  # any error of a function that expects a whole model
         raise ConfigError(
             "optimizer.lr",
-            f"must be set for {config.name}, which can not be tried on a single parameter "
+            f"must be set for {config.name}, which cannot be tried on a single parameter "
             f"({type(error).__name__}: {error}); set --lr, or in Python pass "
             f"optimizer=OptimizerConfig(lr=...) with make_optimizer=...",
         ) from error
@@ -442,5 +442,5 @@ def check_for_model(
     except ValueError as error:
         raise ConfigError("optimizer.name", f"{config.name}: {error}") from error
     if isinstance(optimizer, LBFGS):
-        raise ConfigError("optimizer", f"can not be LBFGS: {_REFUSED['lbfgs']}; take adamw")
+        raise ConfigError("optimizer", f"cannot be LBFGS: {_REFUSED['lbfgs']}; take adamw")
     return optimizer.state_dict()

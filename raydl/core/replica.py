@@ -286,7 +286,7 @@ class Replica:
         """Begin the exchanges of a plan; a later step may join them.
 
         Raises:
-            ExchangeError: if an exchange can not begin; no tensor has changed.
+            ExchangeError: if an exchange cannot begin; no tensor has changed.
         """
         with self._parts.measure("device_device_parameters"):
             for exchange in step_plan.begin:

@@ -89,13 +89,13 @@ class SavedState:
         """Read the state; each tensor has its own memory.
 
         Raises:
-            CheckpointError: if it can not be read or is damaged.
+            CheckpointError: if it cannot be read or is damaged.
         """
         sums = Summing(self.storage.read_pieces(self.name))
         try:
             tensors, metadata = tensor_files.read(sums.pieces(), self.written.num_bytes)
         except OSError as error:
-            raise CheckpointError(self.path, f"can not be read: {in_words(error)}") from error
+            raise CheckpointError(self.path, f"cannot be read: {in_words(error)}") from error
         except ValueError as error:
             raise CheckpointError(self.path, f"is damaged: {error}") from error
         if sums.sum != self.written:
@@ -104,13 +104,13 @@ class SavedState:
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:
-    """Raise a ConfigError for a setting whose state checkpoints can not hold."""
+    """Raise a ConfigError for a setting whose state checkpoints cannot hold."""
     try:
         _outline(state, {}, "")
     except CheckpointError as error:
         raise ConfigError(
             setting,
-            f"can not be kept in checkpoints: they {error.problem} ({error.path.strip('/')}); use "
+            f"cannot be kept in checkpoints: they {error.problem} ({error.path.strip('/')}); use "
             f"numbers, strings, tensors, and lists and dicts of them",
         ) from error
 
@@ -121,7 +121,7 @@ def pack(state: dict[str, Any]) -> TensorFile:
     The tensors are not copied, and must not change until the file is written.
 
     Raises:
-        CheckpointError: if it has a value of a type that can not be written.
+        CheckpointError: if it has a value of a type that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     outline = _outline(state, tensors, "")
@@ -142,7 +142,7 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not (key is None or isinstance(key, (bool, int, float, str))):
-                raise CheckpointError(path, f"can not hold a key of type {type(key).__name__}")
+                raise CheckpointError(path, f"cannot hold a key of type {type(key).__name__}")
         # A list of pairs, since JSON converts a key 0 to "0".
         return {"dict": [[k, _outline(v, tensors, f"{path}/{k}")] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
@@ -150,7 +150,7 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return {kind: [_outline(v, tensors, f"{path}/{i}") for i, v in enumerate(value)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise CheckpointError(path, f"can not hold a value of type {type(value).__name__}")
+    raise CheckpointError(path, f"cannot hold a value of type {type(value).__name__}")
 
 
 def unpack(data: bytearray) -> dict[str, Any]:

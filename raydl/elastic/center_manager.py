@@ -263,7 +263,7 @@ class CenterManager:
         self.checkpoint_times.done(self._clock(), int(collected.snapshot.progress.epoch))
 
     def note_states_lost(self, round: int) -> None:
-        """Note that a collected round can not be written, since a worker was lost."""
+        """Note that a collected round cannot be written, since a worker was lost."""
         if round == self._last_collected:
             self._last_collected = self._collected_before
             self.checkpoint_times.take_back()

@@ -557,7 +557,7 @@ class Controller:
             times.voted = False
 
     def _abandon(self, run: Generation) -> None:
-        """Release the members from an exchange that can not complete."""
+        """Release the members from an exchange that cannot complete."""
         self.stragglers.pause(self._clock(), run.membership.generation)
         self._worker_group.abandon(run.membership.generation)
         self._enter(State.RECOVERING)

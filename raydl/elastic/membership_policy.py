@@ -34,7 +34,7 @@ class Next(enum.Enum):
 
     TRAIN = "it continues to train"
     REGROUP = "all members leave after an exchange"
-    ABANDON = "an exchange can not complete: its members are released"
+    ABANDON = "an exchange cannot complete: its members are released"
     END = "all members have left: the next generation continues from the furthest copy"
 
 
@@ -80,7 +80,7 @@ class SyncMembership:
     """Lets all members leave after the same round when a worker joins or leaves.
 
     The vote is part of the exchange, so no worker waits for it. When a worker is lost in an
-    exchange, the others can not vote. They abandon it, and the next generation continues from the
+    exchange, the others cannot vote. They abandon it, and the next generation continues from the
     furthest round that a member has completed.
     """
 

@@ -106,7 +106,7 @@ class FaultPlan:
         """Read a plan from a file.
 
         Raises:
-            ConfigError: the file can not be read, or its content is not valid.
+            ConfigError: the file cannot be read, or its content is not valid.
         """
         content = _load(path)
         if not isinstance(content, dict):
@@ -140,7 +140,7 @@ class FaultPlan:
         return tuple(f for f in self.faults if not f.is_for_worker)
 
     def check(self, *, max_workers: int, num_shards: int) -> None:
-        """Refuse a target that this run can not have.
+        """Refuse a target that this run cannot have.
 
         Args:
             max_workers: upper limit of workers; 0 if the run is in the user's own process.
@@ -176,7 +176,7 @@ def _load(path: str) -> object:
         _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError(_SETTING, f"can not read {path}: {error.strerror}") from error
+        raise ConfigError(_SETTING, f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an invalid date
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else path

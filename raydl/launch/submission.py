@@ -245,7 +245,7 @@ class Jobs(Protocol):
         """Return the state of a job; its message is the reason if the cluster is not ready."""
 
     def log(self, job_id: str) -> str | None:
-        """Return all output of a job, or None if it can not be read now."""
+        """Return all output of a job, or None if it cannot be read now."""
 
 
 @dataclass

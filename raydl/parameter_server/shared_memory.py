@@ -6,7 +6,7 @@ A worker on the center's node maps the center's memory and moves it directly. Th
 Async: the process that moves the center, worker or shard, holds a lock meanwhile. Hogwild: no lock.
 The lock ends with the process that holds it (and with the children that it forked since it joined,
 which hold the same open file). A process that is killed half-way leaves some parameters moved and
-others not, which a worker can not distinguish from an exchange with fragments.
+others not, which a worker cannot distinguish from an exchange with fragments.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class MappedCell:
     def open_address(
         cls, address: CellAddress, size: int, *, is_locked: bool, timeout_s: float
     ) -> MappedCell | None:
-        """Return the memory at an address, or None if this process can not open it."""
+        """Return the memory at an address, or None if this process cannot open it."""
         try:
             file = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # of another user, in another container, or deleted

@@ -628,7 +628,7 @@ class WorkerActor:
 
 
 def _load_saved(saved: SavedPlace) -> dict[str, Any] | None:
-    """Return a worker's state from its file, or None if this process can not read it."""
+    """Return a worker's state from its file, or None if this process cannot read it."""
     try:
         address, name, written = saved
         return SavedState(Storage(address), name, written).load()

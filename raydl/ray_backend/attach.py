@@ -226,7 +226,7 @@ class RendezvousProxy:
                 ) from error
             except ActorUnavailableError as error:
                 if time.monotonic() >= deadline:
-                    raise AttachError(self._name, _LOST.format("it can not be reached")) from error
+                    raise AttachError(self._name, _LOST.format("it cannot be reached")) from error
                 time.sleep(_RETRY_S)
             except RayTaskError as error:
                 if isinstance(error.cause, RaydlError):

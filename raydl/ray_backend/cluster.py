@@ -227,7 +227,7 @@ def check_room(scaling: ScalingConfig) -> None:
     """Check that the nodes of a cluster without an autoscaler can hold the fewest workers.
 
     Raises:
-        ResourceError: if they can not; it says how many fit, and which setting to lower.
+        ResourceError: if they cannot; it says how many fit, and which setting to lower.
     """
     need, fewest = scaling.resources(), scaling.min_workers
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -111,7 +111,7 @@ class RayJobs:
         )
 
     def log(self, job_id: str) -> str | None:
-        """Return the output of a job, or None if it can not be read now."""
+        """Return the output of a job, or None if it cannot be read now."""
         try:
             return str(self._client.get_job_logs(job_id))
         except (*_NO_ANSWER, AuthenticationError, RuntimeError, ValueError, TypeError):

@@ -38,7 +38,7 @@ class RayBlocks:
         try:
             table: pa.Table = ray.get(self.refs[number], timeout=_READ_S)
         except ray.exceptions.RayError as error:
-            raise DataError(self.name(number), f"can not be read: {error}") from error
+            raise DataError(self.name(number), f"cannot be read: {error}") from error
         return table.select(list(self.columns))
 
     def name(self, number: int) -> str:

@@ -237,7 +237,7 @@ def _join(address: str) -> None:
 
     if address.startswith("ray://"):
         problem = (
-            "is an address for Ray Client, which a run can not use; give HOST:6379 on a machine "
+            "is an address for Ray Client, which a run cannot use; give HOST:6379 on a machine "
         )
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
     _check_certificates()
@@ -336,7 +336,7 @@ def _refusal(error: Exception) -> str:
         return f"is not an address ({text}); give HOST:PORT of its head: the port is usually 6379"
     # The first lines of Ray's error and of its cause.
     lines = [str(e).strip().partition("\n")[0] for e in (error, error.__cause__) if e]
-    return f"can not be joined: {': '.join(filter(None, lines))}; start the run on one of its nodes"
+    return f"cannot be joined: {': '.join(filter(None, lines))}; start the run on one of its nodes"
 
 
 def draining_nodes() -> dict[str, int]:
@@ -355,7 +355,7 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
 
     Ray has no public call for it. With Kubernetes, Ray has the groups of nodes; with `ray up`, the
     head's home folder has the cluster's configuration. A number below 0 means no limit. Empty if
-    there is no autoscaler, or its configuration can not be read.
+    there is no autoscaler, or its configuration cannot be read.
     """
     import yaml
     from ray._private.state import state
@@ -415,4 +415,4 @@ def drain_node(node_id: str, *, deadline_s: float) -> None:
         int((time.time() + deadline_s) * 1000),
     )
     if not accepted:
-        raise RuntimeError(f"node {node_id} can not be drained: {why}")
+        raise RuntimeError(f"node {node_id} cannot be drained: {why}")

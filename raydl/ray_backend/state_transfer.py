@@ -90,7 +90,7 @@ class RayStateWrite:
             raise lost from error
 
     def _written_by_worker(self) -> Sum | None:
-        """Wait while the worker makes progress; return None if it can not write, or not now."""
+        """Wait while the worker makes progress; return None if it cannot write, or not now."""
         if self.ref is None:
             return None
         worker, num_before, heard_at = self.state.worker, -1, time.monotonic()
@@ -205,7 +205,7 @@ def _begin(work: Callable[[], None]) -> threading.Thread:
 
 
 def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | None], None]) -> None:
-    """Send a state from a file to a worker that can not read the file, in a thread.
+    """Send a state from a file to a worker that cannot read the file, in a thread.
 
     Args:
         worker: its actor.
@@ -219,7 +219,7 @@ def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | Non
             with _one_at_a_time:
                 _feed(worker, saved)
         except OSError as error:
-            problem = CheckpointError(saved.path, f"can not be read: {error}")
+            problem = CheckpointError(saved.path, f"cannot be read: {error}")
         except (RayError, CheckpointError) as error:
             problem = error
         then(problem)

@@ -283,7 +283,7 @@ class RayWorkerGroup:
         return [WorkerReady(worker_id, place[0])]
 
     def _feed(self, worker_id: str, place: Place, saved: SavedState) -> None:
-        """Send a worker the state that it can not read itself; then it is ready."""
+        """Send a worker the state that it cannot read itself; then it is ready."""
         worker = self._workers[worker_id]
 
         def after(problem: Exception | None) -> list[Event]:
@@ -596,7 +596,7 @@ class RayWorkerGroup:
         self._calls.expect(worker.hold_last.remote(), worker_id, handle, task=task)
 
     def hand_over(self, worker_id: str, state: SavedState) -> None:
-        """Have a worker read the replica of a leaver, or send it if the worker can not read it."""
+        """Have a worker read the replica of a leaver, or send it if the worker cannot read it."""
         worker, task = self._workers[worker_id], f"handover to {worker_id}"
 
         def after(problem: Exception | None) -> list[Event]:

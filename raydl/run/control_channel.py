@@ -262,7 +262,7 @@ def read_status(folder: str) -> RunStatus:
         folder: the run's folder, a path or URI.
 
     Raises:
-        DataError: there is no run or no status yet, or it can not be read.
+        DataError: there is no run or no status yet, or it cannot be read.
     """
     storage = open_run(folder).storage
     status = _read(storage)
@@ -285,7 +285,7 @@ def _read(storage: Storage) -> RunStatus:
         if "status.json" in names:
             return from_json(storage.read_bytes("status.json"))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(storage.root, f"its status can not be read: {in_words(error)}") from error
+        raise DataError(storage.root, f"its status cannot be read: {in_words(error)}") from error
     raise DataError(
         storage.root,
         "the run has no status yet; try again a few seconds after its driver has started"
@@ -303,7 +303,7 @@ def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> 
         timeout_s: time-out for the answer, in seconds.
 
     Raises:
-        RaydlError: there is no such run or worker, the folder can not be read or written, the
+        RaydlError: there is no such run or worker, the folder cannot be read or written, the
             run has ended, or its driver is silent, did not answer, or refused.
     """
     status = read_status(folder)
@@ -321,7 +321,7 @@ def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> 
     try:
         answer = _send(open_run(folder).storage, request, timeout_s)
     except OSError as error:
-        raise DataError(folder, f"the request can not be written: {in_words(error)}") from error
+        raise DataError(folder, f"the request cannot be written: {in_words(error)}") from error
     if answer is None:
         raise RaydlError(
             f"the driver did not answer within {timeout_s:g} s: it may be busy; see raydl "

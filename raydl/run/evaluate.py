@@ -43,7 +43,7 @@ def score_run(
     Raises:
         UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.
         CheckpointError: there is no checkpoint or no best center.
-        DataError: there is no run, or the data can not be read or do not fit the model.
+        DataError: there is no run, or the data cannot be read or do not fit the model.
     """
     folder = open_run(path)
     config = folder.read_config()

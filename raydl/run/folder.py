@@ -90,7 +90,7 @@ class RunFolder:
 
         Raises:
             DataError: there is no run to resume.
-            ConfigError: the folder can not be written, another driver holds it, or it holds a run
+            ConfigError: the folder cannot be written, another driver holds it, or it holds a run
                 that is not to be resumed.
         """
         if resume:
@@ -101,7 +101,7 @@ class RunFolder:
             with self.storage.waiting(f"to make {self.path}"):
                 self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"{self.path} can not be made: {in_words(error)}"
+            problem = f"{self.path} cannot be made: {in_words(error)}"
             raise ConfigError("run.run_dir", problem) from error
         check = (lambda: None) if resume else self._refuse_run
         with held(storage := self.storage, setting, check=check) as epoch:
@@ -128,7 +128,7 @@ class RunFolder:
         """Check the settings against those of the run in the folder, and fetch its events.
 
         Raises:
-            DataError: there is no run, or its settings can not be read.
+            DataError: there is no run, or its settings cannot be read.
             ConfigError: a setting that must not change has changed.
         """
         # Without credentials, which config.json omits: they may have changed, or moved.
@@ -166,7 +166,7 @@ class RunFolder:
         """Return the settings with which the run began.
 
         Raises:
-            DataError: there is no run, or its settings can not be read.
+            DataError: there is no run, or its settings cannot be read.
         """
         try:
             values = json.loads(self.storage.read_bytes("config.json"))
@@ -175,7 +175,7 @@ class RunFolder:
         except ValueError as error:
             raise DataError(self.root, f"its config.json is damaged: {error}") from error
         except OSError as error:
-            raise DataError(self.root, f"it can not be read: {in_words(error)}") from error
+            raise DataError(self.root, f"it cannot be read: {in_words(error)}") from error
         if not _is_of_raydl(values):
             raise DataError(self.root, "no run is there: its config.json is not of raydl")
         return from_dict(TrainConfig, values["config"])

@@ -62,7 +62,7 @@ def held(
             the run in the folder stays with its driver.
 
     Raises:
-        ConfigError: another driver holds the folder, or it can not be written.
+        ConfigError: another driver holds the folder, or it cannot be written.
     """
     with storage.waiting("to lock it"):
         lock = None if storage.local_path is None else _lock(storage, setting)
@@ -91,12 +91,12 @@ def _claim_epoch(storage: Storage, setting: str) -> DriverEpoch:
     """Claim the next driver epoch of a folder that is held.
 
     Raises:
-        ConfigError: another driver claimed one at the same time, or the folder can not be written.
+        ConfigError: another driver claimed one at the same time, or the folder cannot be written.
     """
     try:
         epoch = DriverEpoch.claim_next(storage, _this_process())
     except OSError as error:
-        problem = f"{storage.root} can not be written: {in_words(error)}"
+        problem = f"{storage.root} cannot be written: {in_words(error)}"
         raise ConfigError(setting, problem) from error
     if epoch is None:
         raise _in_use(storage, setting, b"")
@@ -128,7 +128,7 @@ def _lock(storage: Storage, setting: str) -> int | None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(setting, f"{path} can not be opened: {in_words(error)}") from error
+        raise ConfigError(setting, f"{path} cannot be opened: {in_words(error)}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -137,7 +137,7 @@ def _lock(storage: Storage, setting: str) -> int | None:
             raise _in_use(storage, setting, path.read_bytes()) from None
         if error.errno in _NO_LOCKS:
             return None
-        raise ConfigError(setting, f"{path} can not be locked: {in_words(error)}") from error
+        raise ConfigError(setting, f"{path} cannot be locked: {in_words(error)}") from error
     try:
         _write_holder(storage, setting, descriptor)
     except ConfigError:
@@ -152,7 +152,7 @@ def _write_holder(
     """Write this process into the lock file.
 
     Raises:
-        ConfigError: the file can not be written.
+        ConfigError: the file cannot be written.
     """
     holder = _this_process() if epoch is None else {**_this_process(), "driver_epoch": epoch.number}
     try:
@@ -161,7 +161,7 @@ def _write_holder(
         os.write(descriptor, json.dumps(holder).encode())
     except OSError as error:
         path = Path(storage.local_path or "") / _LOCK
-        raise ConfigError(setting, f"{path} can not be written: {in_words(error)}") from error
+        raise ConfigError(setting, f"{path} cannot be written: {in_words(error)}") from error
 
 
 def wait_until_free(
@@ -190,7 +190,7 @@ def wait_until_free(
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file; one that is absent, or can not be locked, is free."""
+    """Whether a process holds a lock file; one that is absent, or cannot be locked, is free."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -245,7 +245,7 @@ class _Claim:
         """Claim the folder, unless a living driver has claimed it.
 
         Raises:
-            ConfigError: one has, or the folder can not be read or written.
+            ConfigError: one has, or the folder cannot be read or written.
         """
         try:
             for name in self._stale_claims(setting):
@@ -258,7 +258,7 @@ class _Claim:
                     raise _in_use(self._storage, setting, self._read(min(others)))
                 time.sleep(POLL_S)  # a later driver sees this claim and ends
         except OSError as error:
-            problem = f"{self._storage.root} can not be claimed: {in_words(error)}"
+            problem = f"{self._storage.root} cannot be claimed: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def release(self, *, timeout_s: float = 5.0) -> None:

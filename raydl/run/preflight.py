@@ -52,7 +52,7 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
             not valid.
         ConfigError: a setting needs a score that the task does not measure, the optimizer does
             not accept the model, or the rule is not valid.
-        DataError: two samples can not be read.
+        DataError: two samples cannot be read.
     """
     shape = batches.samples.shape
     model = build_model(task, shape, seed=config.training.seed)

@@ -44,7 +44,7 @@ from raydl.worker.examples import Examples
 
 
 class BadSamples:
-    """Counts the samples that were left out because they can not be read, over all workers."""
+    """Counts the samples that were left out because they cannot be read, over all workers."""
 
     def __init__(self) -> None:
         self._by_worker: dict[str, int] = {}
@@ -72,7 +72,7 @@ class BadSamples:
             return ""
         self._log_from = 2 * self.num_samples
         count = f"{self.num_samples:,} samples" if self.num_samples > 1 else "a sample"
-        return f"left out {count} that can not be read; the last: {last}"
+        return f"left out {count} that cannot be read; the last: {last}"
 
 
 _EXAMPLES_EVERY_S = 20.0

@@ -106,7 +106,7 @@ class Start:
 
 
 def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:
-    """Raise a CheckpointError if there are checkpoints that can not be read.
+    """Raise a CheckpointError if there are checkpoints that cannot be read.
 
     A run that started again in this folder would delete them.
     """

@@ -159,7 +159,7 @@ def _make_writer(
         config: the settings.
         folder: the folder of the event files.
         purge_after: in a resumed run, the number of samples at its checkpoint.
-        log: receives a sentence if something can not be written.
+        log: receives a sentence if something cannot be written.
         seconds_before: seconds of training in earlier starts; a long run writes fewer points.
     """
 

@@ -146,7 +146,7 @@ class RunView:
         accuracy = recorder.center_accuracy if recorder else self._accuracy_before
         progress = replace(
             newest,
-            round=int(newest.round),  # JSON can not hold numbers of NumPy
+            round=int(newest.round),  # JSON cannot hold numbers of NumPy
             num_samples=int(newest.num_samples),
             epoch=float(newest.epoch),
             generation=controller.generation if controller else start.progress.generation,

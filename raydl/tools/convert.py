@@ -58,7 +58,7 @@ class Part(Protocol):
         """Yield the rows in order, at most ``num_rows`` per table.
 
         Raises:
-            DataError: if a row can not be read or has a wrong label.
+            DataError: if a row cannot be read or has a wrong label.
         """
         ...
 
@@ -152,7 +152,7 @@ def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterato
     """Yield the rows of a Parquet file in order, without holding a whole row group in memory.
 
     Raises:
-        DataError: if the file can not be read.
+        DataError: if the file cannot be read.
     """
     try:
         with file.filesystem.open_input_file(file.path) as stream:
@@ -160,7 +160,7 @@ def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterato
             yield from opened.iter_batches(num_rows, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(file.name, f"can not be read: {reason}") from error
+        raise DataError(file.name, f"cannot be read: {reason}") from error
 
 
 def _labelled(
@@ -220,7 +220,7 @@ def read_parts(source: str, *, seed: int) -> dict[str, Part]:
         seed: seed of synthetic data.
 
     Raises:
-        DataError: if the source can not be read or is a text.
+        DataError: if the source cannot be read or is a text.
     """
     layout = find_layout(source)
     parts: Sequence[Part]
@@ -240,7 +240,7 @@ def image_sets(layout: Layout, *, seed: int) -> list[ImageSet]:
     """Return [training set, test set], or [training set] if the source has no test set.
 
     Raises:
-        DataError: if the pictures can not be read.
+        DataError: if the pictures cannot be read.
     """
     if layout.kind == "npz":
         train, test = npz_parts(layout.train[0])
@@ -335,7 +335,7 @@ def convert(
         on_rows: called with (part, rows written, rows of the part) after each row group.
 
     Raises:
-        DataError: if the source can not be read, or the target is not empty or can not be written.
+        DataError: if the source cannot be read, or the target is not empty or cannot be written.
     """
     with whole_folder(files.find(target)) as folder:
         parts = read_parts(source, seed=config.seed)

@@ -92,7 +92,7 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
         input: settings of the input; None: the defaults.
 
     Raises:
-        DataError: if the source can not be read.
+        DataError: if the source cannot be read.
     """
     config, layout = input or InputConfig(), find_layout(source)
     if layout.kind == "text":
@@ -225,7 +225,7 @@ def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:
             footer = pq.ParquetFile(stream).metadata
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(file.name, f"can not be read: {reason}") from error
+        raise DataError(file.name, f"cannot be read: {reason}") from error
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     return [
         sum(
@@ -323,7 +323,7 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
     unread = [column.name for column in info.columns if column.shape is None]
     if unread:
         warnings.append(
-            f"{', '.join(unread)}: not numeric, a run can not read such a column; name the other "
+            f"{', '.join(unread)}: not numeric, a run cannot read such a column; name the other "
             f"columns with --input.columns"
         )
     if info.kind != "parquet" and info.decoded_bytes > config.max_memory_bytes:

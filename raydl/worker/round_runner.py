@@ -209,7 +209,7 @@ class RoundRunner:
         """Begin the exchanges of the next step, before the user's code computes its gradient.
 
         Raises:
-            ExchangeError: if one can not begin; nothing has changed.
+            ExchangeError: if one cannot begin; nothing has changed.
         """
         begin, _ = self._plan[self._step]
         self._is_sent_ahead = True

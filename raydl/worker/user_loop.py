@@ -125,7 +125,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     if not method.rule.steps_replica:
         raise ConfigError(
             "method.name",
-            f"can not be {method.name}: its optimizer steps at the center, and yours steps here; "
+            f"cannot be {method.name}: its optimizer steps at the center, and yours steps here; "
             f"choose local-sgd with method.period 1",
         )
     if method.finds_tuning:
@@ -152,7 +152,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
-            "optimizer", "can not be LBFGS: it computes the loss several times in a step"
+            "optimizer", "cannot be LBFGS: it computes the loss several times in a step"
         )
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
@@ -256,7 +256,7 @@ class Attached:
         nor center moves, and the step does not count.
 
         Raises:
-            AttachError: if this worker can not continue together with the others.
+            AttachError: if this worker cannot continue together with the others.
             ExchangeError: if no round was completed in ``elastic.max_restarts`` attempts.
             StepError: if the gradients of 50 steps in a row or the weights are not finite.
         """
@@ -516,9 +516,7 @@ class Attached:
     def _check_step(self) -> None:
         self._rendezvous.check()
         if self._holds_center:
-            problem = (
-                "step() can not be called in `with center()`: the model holds the center there"
-            )
+            problem = "step() cannot be called in `with center()`: the model holds the center there"
             raise AttachError(self._rendezvous.name, problem)
         try:
             self._flat.rebind()

@@ -97,7 +97,7 @@ def test_a_damaged_best_center_is_reported_and_replaced_by_the_next_one(tmp_path
     storage.write_bytes(FILE, b"half of it")
     best = BestCenter(storage, flat)
     (sentence,) = best.load_earlier()
-    assert "best.safetensors: can not be read" in sentence
+    assert "best.safetensors: cannot be read" in sentence
     offer(best, flat, 0.1)
     assert read_best(storage)[1].metrics == {"accuracy": 0.1}
 

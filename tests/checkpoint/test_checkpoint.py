@@ -124,7 +124,7 @@ def test_no_checkpoint_and_only_damaged_ones_are_one_sentence(tmp_path):
 
 
 def test_a_state_that_can_not_be_kept_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="/a/b: can not hold a value of type object"):
+    with pytest.raises(CheckpointError, match="/a/b: cannot hold a value of type object"):
         pack({"a": {"b": object()}})
 
 
@@ -175,9 +175,9 @@ def test_an_object_store_needs_no_renaming(tmp_path):
 
 def test_a_storage_that_can_not_be_written_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run.storage_path .* can not be written"):
+    with pytest.raises(ConfigError, match=r"run.storage_path .* cannot be written"):
         Storage(str(tmp_path / "file" / "below")).probe("run.storage_path")
-    with pytest.raises(ConfigError, match=r"nosuch://x can not be opened"):
+    with pytest.raises(ConfigError, match=r"nosuch://x cannot be opened"):
         Storage("nosuch://x")
 
 
@@ -194,7 +194,7 @@ def test_a_file_with_paths_for_keys_as_older_raydl_wrote_is_read():
 
 
 def test_a_key_that_could_not_be_read_again_is_refused_at_once():
-    with pytest.raises(CheckpointError, match="/a: can not hold a key of type tuple"):
+    with pytest.raises(CheckpointError, match="/a: cannot hold a key of type tuple"):
         pack({"a": {(1, 2): 3}})
 
 
@@ -225,7 +225,7 @@ class Dying(Storage):
         return super().write_pieces(name, pieces)
 
     def move_dir(self, name, new_name):
-        assert not self.is_object_store, "object stores can not rename folders"
+        assert not self.is_object_store, "object stores cannot rename folders"
         self._spend()
         super().move_dir(name, new_name)
 

@@ -210,7 +210,7 @@ def test_a_saved_state_is_read_from_any_working_folder_and_detects_damage(tmp_pa
     with pytest.raises(CheckpointError, match=r"w0.safetensors: is damaged: its checksum does not"):
         saved.load()
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"w0.safetensors: can not be read"):
+    with pytest.raises(CheckpointError, match=r"w0.safetensors: cannot be read"):
         saved.load()
 
 

@@ -341,7 +341,7 @@ def test_a_policy_names_its_actions_and_its_resources_if_aws_permits(cluster):
             assert not any("*" in action for action in listed(statement["Action"]))
             if (
                 statement["Action"] == "ec2:DescribeInstances"
-            ):  # AWS can not restrict it to resources
+            ):  # AWS cannot restrict it to resources
                 assert statement["Condition"] == {"StringEquals": {"aws:RequestedRegion": REGION}}
             else:
                 assert "*" not in listed(statement["Resource"]), statement["Sid"]
@@ -445,7 +445,7 @@ def as_role(cluster, monkeypatch):
         for role in ("head", "worker"):
             aws.iam.create_user(UserName=role)
             policy = policy_of(aws, f"{NAME}-{role}")
-            of_s3 = [s for s in policy if "Condition" not in s]  # moto can not read conditions
+            of_s3 = [s for s in policy if "Condition" not in s]  # moto cannot read conditions
             document = {"Version": "2012-10-17", "Statement": of_s3}
             aws.iam.put_user_policy(
                 UserName=role, PolicyName="its", PolicyDocument=json.dumps(document)

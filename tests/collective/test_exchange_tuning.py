@@ -358,11 +358,11 @@ def test_a_run_that_chooses_is_recorded_as_such():
         ),
         (
             {"training": TrainingConfig(deterministic=True)},
-            "can not be auto with training.deterministic",
+            "cannot be auto with training.deterministic",
         ),
         (
             {"method": MethodConfig(name="sync-easgd", period="auto", group_size=2)},
-            "can not be auto with method.group_size",
+            "cannot be auto with method.group_size",
         ),
     ],
 )

@@ -364,7 +364,7 @@ class Ways:
 
 def test_an_address_of_gloo_in_an_unknown_format_is_refused_when_it_is_written():
     store = TunnelStore(Keys(), Ways(), 0, {})
-    with pytest.raises(RuntimeError, match="TLS can not be used with it"):
+    with pytest.raises(RuntimeError, match="TLS cannot be used with it"):
         store.set("0/0", b"")
     assert not store.check(["0/0"])
 

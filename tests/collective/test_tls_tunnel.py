@@ -306,5 +306,5 @@ def test_a_member_that_leaves_fails_the_sum_of_the_others_at_once(files, pool):
 
 @pytest.mark.parametrize("value", [b"", b"\x02\x00\x12\x34\x7f\x00\x00\x02" * 2])
 def test_a_torch_with_an_unknown_format_of_gloos_address_is_refused_in_one_sentence(value):
-    with pytest.raises(RuntimeError, match=r"^torch 2\..* TLS can not be used with it; .*$"):
+    with pytest.raises(RuntimeError, match=r"^torch 2\..* TLS cannot be used with it; .*$"):
         gloo_port(value)

@@ -190,7 +190,7 @@ def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
     with pytest.raises(ConfigError) as error:
         resolve(config)
     assert str(error.value) == (
-        "method.name test_custom_rules:WantsARate can not be constructed: missing a required "
+        "method.name test_custom_rules:WantsARate cannot be constructed: missing a required "
         "argument: 'rate'; give its arguments defaults, define from_config(config), or pass an "
         "instance in Python: Trainer(method=...)"
     )

@@ -289,12 +289,12 @@ def test_a_name_that_is_not_a_rule_is_refused(name, sentence):
         (
             "sync-easgd",
             {"exchange": {"packed": False, "compression": "int8"}},
-            "exchange.packed can not be turned off with exchange.compression",
+            "exchange.packed cannot be turned off with exchange.compression",
         ),
         (
             "sync-easgd",
             {"exchange": {"allreduce": "auto"}, "training": {"deterministic": True}},
-            "exchange.allreduce can not be auto with training.deterministic",
+            "exchange.allreduce cannot be auto with training.deterministic",
         ),
         (
             "sync-easgd",

@@ -506,7 +506,7 @@ def test_a_complex_buffer_is_sent():
     "tensor", [torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex128)]
 )
 def test_a_saved_tensor_that_checkpoints_can_not_hold_is_refused(tensor):
-    with pytest.raises(ShapeError, match=r"has held, torch\..* which checkpoints can not hold"):
+    with pytest.raises(ShapeError, match=r"has held, torch\..* which checkpoints cannot hold"):
         FlatModel(Holder(tensor))
     assert FlatModel(Holder(tensor, persistent=False)).non_trainable.names == ()
 

@@ -165,7 +165,7 @@ def test_an_optimizer_that_checkpoints_can_not_hold_is_refused_before_the_start(
         run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
     )
     with pytest.raises(
-        ConfigError, match=r"they can not hold a value of type object \(param_groups/0/owner\)"
+        ConfigError, match=r"they cannot hold a value of type object \(param_groups/0/owner\)"
     ):
         refused.fit()
     assert not (tmp_path / "run").exists()
@@ -219,7 +219,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"name": "lbfgs"}, "optimizer.name can not be lbfgs: it evaluates the loss several times"),
+        ({"name": "lbfgs"}, "optimizer.name cannot be lbfgs: it evaluates the loss several times"),
         ({"name": "sparseadam"}, "it needs sparse gradients, and replicas have dense ones"),
         ({"name": "adamm"}, "optimizer.name has no 'adamm'; did you mean adam"),
         ({"name": "nowhere:at_all"}, "optimizer.name nowhere:at_all cannot be imported"),
@@ -241,7 +241,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"name": "torch.optim:Rprop", "lr": 0.1}, "optimizer.warmup must be 0 for rprop"),
         (
             {"name": f"{__name__}:body_and_head"},
-            "optimizer.lr must be set for test_optimizers:body_and_head, which can not be "
+            "optimizer.lr must be set for test_optimizers:body_and_head, which cannot be "
             "tried on a single parameter (ValueError: not enough values to unpack",
         ),
         ({"name": "adam", "method": "sync-measgd"}, "optimizer.momentum has no meaning for adam"),
@@ -251,7 +251,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ),
         (
             {"name": "adafactor", "method": "sync-sgd"},
-            "optimizer.name can not be adafactor for sync-sgd, whose optimizer steps at the center",
+            "optimizer.name cannot be adafactor for sync-sgd, whose optimizer steps at the center",
         ),
         (
             {
@@ -291,7 +291,7 @@ def test_lbfgs_is_refused_as_a_class_too():
     model = linear((1, 4, 4), 3)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     config, own = as_config(torch.optim.LBFGS)
-    with pytest.raises(ConfigError, match="can not be LBFGS: it evaluates the loss several times"):
+    with pytest.raises(ConfigError, match="cannot be LBFGS: it evaluates the loss several times"):
         check_for_model(config, own, model, flat)
 
 

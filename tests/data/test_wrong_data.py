@@ -182,7 +182,7 @@ def test_decoded_pictures_must_be_uint8():
 
 
 class Lacking(Batches):
-    """Batches without the first few samples, which can not be read."""
+    """Batches without the first few samples, which cannot be read."""
 
     num_bad = 0
 

@@ -58,9 +58,9 @@ def raised_from(cause, error):
 
 
 def test_the_cause_of_an_error_counts():
-    error = raised_from(OF_MACHINE[5], DataError("a.parquet", "can not be read"))
-    assert failure_of_machine(error) == "a.parquet: can not be read"
-    error = raised_from(OF_CODE[2], DataError("a.parquet", "can not be read"))
+    error = raised_from(OF_MACHINE[5], DataError("a.parquet", "cannot be read"))
+    assert failure_of_machine(error) == "a.parquet: cannot be read"
+    error = raised_from(OF_CODE[2], DataError("a.parquet", "cannot be read"))
     assert failure_of_machine(error) == ""
 
 

@@ -142,7 +142,7 @@ def test_a_mistake_in_a_plan_is_one_sentence(read, tmp_path, text, problem):
 
 
 def test_a_plan_that_can_not_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"can not read .*none.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none.yaml: No such file"):
         FaultPlan.read(str(tmp_path / "none.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"seed: \xe4")
     with pytest.raises(ConfigError, match=r"is not valid YAML: .*latin.yaml: 'utf-8' codec"):

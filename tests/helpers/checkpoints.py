@@ -33,9 +33,9 @@ def same_state(a, b):
 
 
 class ObjectStore(Storage):
-    """A storage that can not rename folders, like S3."""
+    """A storage that cannot rename folders, like S3."""
 
     is_object_store = True
 
     def move_dir(self, name, new_name):
-        raise AssertionError("object stores can not rename folders")
+        raise AssertionError("object stores cannot rename folders")

@@ -247,7 +247,7 @@ class SimulatedGroup:
             if self.workers.get(worker_id) is not worker or worker.is_dead:
                 return
             if self.is_wild and self.random.random() < 0.2:
-                self.events.append(GaveUp(f"handover to {worker_id}", "it can not be read"))
+                self.events.append(GaveUp(f"handover to {worker_id}", "it cannot be read"))
                 return
             worker.has_replica = True
             self.events.append(TookOver(worker_id))

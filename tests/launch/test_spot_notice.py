@@ -268,7 +268,7 @@ def test_a_drain_that_can_not_start_or_takes_too_long_is_retried(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(subprocess, "run", no_memory)
-    with pytest.raises(DrainError, match=r"can not be started: .* Cannot allocate memory"):
+    with pytest.raises(DrainError, match=r"cannot be started: .* Cannot allocate memory"):
         drain_by_command("preempted", 30.0)
 
     def too_long(command, *, timeout, **_):

@@ -66,7 +66,7 @@ def alone(monkeypatch, tmp_path):
 
 
 def refused(monkeypatch, address, *, mode="token", token=None):
-    """Return the sentence with which a cluster can not be joined."""
+    """Return the sentence with which a cluster cannot be joined."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     if token is not None:

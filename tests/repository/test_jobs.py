@@ -72,9 +72,9 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
         (["--workers", "1,two"], "workers must be numbers as in 1,2,4, got 1,two"),
         (
             ["--epochs", "2"],
-            "training.epochs, training.samples and training.seconds can not be set",
+            "training.epochs, training.samples and training.seconds cannot be set",
         ),
-        (["--run-dir", "x"], "run.run_dir, run.storage_path and run.resume can not be set"),
+        (["--run-dir", "x"], "run.run_dir, run.storage_path and run.resume cannot be set"),
     ],
 )
 def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence, capsys):

@@ -247,7 +247,7 @@ def test_a_run_without_a_status_is_reported(tmp_path):
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"workers": [{}], "events": []}'])
 def test_a_damaged_status_is_an_error(tmp_path, damage):
     (tmp_path / "status.json").write_text(damage)
-    with pytest.raises(DataError, match="its status can not be read"):
+    with pytest.raises(DataError, match="its status cannot be read"):
         read_status(str(tmp_path))
 
 
@@ -549,6 +549,6 @@ def test_a_request_to_a_folder_that_can_not_be_written_is_an_error(tmp_path, cha
     channel.report(TRAINING)
     wait_for(lambda: status_in(tmp_path))
     (tmp_path / "requests").write_text("in the way")
-    with pytest.raises(DataError, match="the request can not be written: "):
+    with pytest.raises(DataError, match="the request cannot be written: "):
         request_removal(str(tmp_path), "w1", timeout_s=1)
     (tmp_path / "requests").unlink()

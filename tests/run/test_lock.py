@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_descriptor(tmp_path, monkeypa
     num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(hold.os, "write", full)
-        with pytest.raises(ConfigError, match=r"driver\.lock can not be written: .*No space left"):
+        with pytest.raises(ConfigError, match=r"driver\.lock cannot be written: .*No space left"):
             take(Storage(str(tmp_path)))
     assert len(os.listdir("/proc/self/fd")) == num_open
     take(Storage(str(tmp_path)))
@@ -140,7 +140,7 @@ def test_a_probe_that_finds_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Storage, "_write", full)
-    with pytest.raises(ConfigError, match=r"can not be written: .*No space left"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .*No space left"):
         Storage(str(tmp_path)).probe("run.run_dir")
     assert list(tmp_path.iterdir()) == []
 
@@ -221,7 +221,7 @@ def test_a_storage_that_can_not_be_written_is_an_error_before_any_start(tmp_path
     words = ["--run-dir", str(tmp_path / "r"), "--storage-path", str(tmp_path / "file")]
     assert cli.main([*TRAIN, *words]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(f"error: run.storage_path {tmp_path}/file/r can not be written: ")
+    assert error.startswith(f"error: run.storage_path {tmp_path}/file/r cannot be written: ")
     assert error.endswith(": not a directory"), "no number of an error, and its words once"
     assert "\n" not in error
 

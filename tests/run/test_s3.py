@@ -407,9 +407,7 @@ def test_an_absent_bucket_is_an_error(tmp_path, capsys, door):
     sentence = told(capsys, doors(tmp_path, "nobucket")[door])
     assert "nobucket" in sentence
     if door == "storage":
-        assert sentence.startswith(
-            "error: run.storage_path s3://nobucket/runs/r can not be written"
-        )
+        assert sentence.startswith("error: run.storage_path s3://nobucket/runs/r cannot be written")
     assert {
         "storage": "the bucket does not exist; create it",
         "data": "there is no such file or folder",

@@ -295,10 +295,10 @@ def test_options_of_train_apply_to_all_runs(root):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--method sync-sgd", "method.name can not be set in a comparison; use --methods"),
+        ("--method sync-sgd", "method.name cannot be set in a comparison; use --methods"),
         (
             "--run-dir there",
-            "run.run_dir, run.storage_path and run.resume can not be set in a comparison; use --",
+            "run.run_dir, run.storage_path and run.resume cannot be set in a comparison; use --",
         ),
         ("--seeds 0", "seeds must be 1 or more, got 0"),
         ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),

@@ -385,7 +385,7 @@ SENTENCES = {
     "null picture": r"in\.parquet: column 'image' is null in row 7",
     "label of no class": r"in\.parquet: row 7 has label 5; labels must be 0 to 1",
     "cut off": r"in\.parquet: is not a whole Parquet file",
-    "cut inside": r"in\.parquet: can not be read: ",
+    "cut inside": r"in\.parquet: cannot be read: ",
     "other columns": r"b\.parquet: does not have the columns of .*a\.parquet: ",
     "other classes": "the training set and the test set name different classes",
 }
@@ -501,7 +501,7 @@ def test_info_lists_the_columns_of_a_table_and_counts_the_tokens_of_a_text(tmp_p
         ("y", "int64", ()),
         ("note", "string", None),
     ]
-    assert found.warnings[0].startswith("note: not numeric, a run can not read such a column")
+    assert found.warnings[0].startswith("note: not numeric, a run cannot read such a column")
     np.save(tmp_path / "t.npy", np.arange(50, dtype=np.uint16))
     found = inspect(str(tmp_path / "t.npy"))
     assert (found.holds, found.num_tokens, found.vocabulary) == ("text", 50, 50)

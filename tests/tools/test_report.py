@@ -159,7 +159,7 @@ def test_a_damaged_configuration_gives_one_sentence(tmp_path):
 def test_a_page_that_can_not_be_written_gives_one_sentence(tmp_path):
     write_run(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="can not be written"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         write_report([str(tmp_path / "a")], out=str(tmp_path / "file/report.html"))
     with pytest.raises(ConfigError, match="must be a file"):
         write_report([str(tmp_path / "a")], out=f"{tmp_path}/")
@@ -214,8 +214,8 @@ def test_damaged_files_are_named_and_the_others_are_shown(tmp_path):
     (folder / "checkpoints/round-1").mkdir(parents=True)
     (folder / "checkpoints/round-1/manifest.json").write_text("[]")
     text = Walk(make_page([read_run(str(folder))])).text
-    assert "result.json can not be read" in text
-    assert "status.json can not be read" in text
+    assert "result.json cannot be read" in text
+    assert "status.json cannot be read" in text
     assert "round-1" in text
 
 

@@ -106,7 +106,7 @@ def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tm
 
 @pytest.mark.slow
 def test_a_worker_cut_off_is_lost_and_replaced(four_cpus, tmp_path):
-    """On one machine the driver ends its process; what one sends that it can not end: see
+    """On one machine the driver ends its process; what one sends that it cannot end: see
     ``test_partitions.py``."""
     faults = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 12}]
     options = ["--method", "async-easgd", "--period", "4", "--epochs", "300", "--workers", "2:3"]

@@ -311,7 +311,7 @@ def held_by_nobody():
             "lacks 6 of the model's 6 parameters, for example 1.weight",
         ),
         ({"more": held_by_nobody()}, "has 2 parameters that are not the model's"),
-        ({"kind": torch.optim.LBFGS}, "can not be LBFGS"),
+        ({"kind": torch.optim.LBFGS}, "cannot be LBFGS"),
     ],
 )
 def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, sentence):

@@ -113,7 +113,7 @@ def drain_by_command(
     except subprocess.TimeoutExpired:
         raise DrainError(f"ray drain-node did not end within {try_s:.0f} s") from None
     except OSError as error:  # for example no memory for one more process
-        raise DrainError(f"ray drain-node can not be started: {error}") from None
+        raise DrainError(f"ray drain-node cannot be started: {error}") from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or error.stdout.strip() or "nothing").splitlines()[-1]
         raise DrainError(f"ray drain-node failed: {last}") from None

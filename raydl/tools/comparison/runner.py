@@ -45,7 +45,7 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
         0 after success, 1 if a run failed, 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
-        RaydlError: if the settings, the data or the folder can not be used; no run was started.
+        RaydlError: if the settings, the data or the folder cannot be used; no run was started.
     """
     out = Path(comparison.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
     runs = [load_complete(run) for run in plan(comparison, out)]
@@ -54,7 +54,7 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("out", f"{out} can not be created: {error}") from error
+        raise ConfigError("out", f"{out} cannot be created: {error}") from error
     print(f"{len(runs)} run(s) to {out}: {describe(comparison)}", flush=True)
     report = functools.partial(_write_report, comparison, runs, out, command)
     stopped_by = _run_all(runs, fit or train, report, comparison.target)
@@ -155,7 +155,7 @@ def _dataset(source: str, seed: int, input: InputConfig) -> Dataset:
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    """Raise a RaydlError if the data or the model can not be used, before the first run."""
+    """Raise a RaydlError if the data or the model cannot be used, before the first run."""
     from raydl.run.trainer import Trainer
 
     Trainer.from_config(config)

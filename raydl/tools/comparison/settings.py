@@ -42,11 +42,11 @@ class Comparison:
         require(self.seeds >= 1, "seeds", "1 or more", self.seeds)
         require(0 < self.target <= 1, "target", "in (0, 1], for example 0.985", self.target)
         if self.base.method.name != MethodConfig().name:
-            raise ConfigError("method.name", "can not be set in a comparison; use --methods")
+            raise ConfigError("method.name", "cannot be set in a comparison; use --methods")
         run = self.base.run
         if run.resume or run.run_dir is not None or run.storage_path is not None:
             settings = "run.run_dir, run.storage_path and run.resume"
-            raise ConfigError(settings, "can not be set in a comparison; use --out")
+            raise ConfigError(settings, "cannot be set in a comparison; use --out")
 
 
 def method_names(text: str) -> list[str]:

@@ -38,7 +38,7 @@ def write_report(runs: Sequence[str], *, out: str | None = None) -> str:
 
     Raises:
         DataError: if a folder contains no run.
-        ConfigError: if the page can not be written.
+        ConfigError: if the page cannot be written.
     """
     folders = {below(run, NAME): run for run in runs}  # drops repeated runs
     facts = with_unique_names([read_run(folder) for folder in folders.values()])
@@ -66,4 +66,4 @@ def _write(out: str, page: bytes) -> None:
     try:
         Storage(parent or ".").write_bytes(name, page)
     except OSError as error:
-        raise ConfigError("out", f"{out} can not be written: {error}; name another") from error
+        raise ConfigError("out", f"{out} cannot be written: {error}; name another") from error

@@ -155,7 +155,7 @@ def read_run(run: str) -> RunFacts:
         run: its folder, a path or URI.
 
     Raises:
-        DataError: if the folder contains no run or can not be read.
+        DataError: if the folder contains no run or cannot be read.
     """
     storage = open_run(run).storage
     root, config = storage.root, _read_config(storage)
@@ -187,7 +187,7 @@ def _read_config(storage: Storage) -> dict[str, Any]:
             raise DataError(storage.root, problem)
         values = json.loads(storage.read_bytes("config.json"))
     except OSError as error:
-        raise DataError(storage.root, f"can not be read: {error}") from error
+        raise DataError(storage.root, f"cannot be read: {error}") from error
     except ValueError as error:
         raise DataError(storage.root, f"config.json is damaged: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
@@ -211,7 +211,7 @@ def _read_json(storage: Storage, name: str, notes: list[str]) -> dict[str, Any]:
     try:
         values = json.loads(storage.read_bytes(name)) if storage.exists(name) else {}
     except (OSError, ValueError) as error:
-        notes.append(f"{name} can not be read: {error}.")
+        notes.append(f"{name} cannot be read: {error}.")
         return {}
     return values if isinstance(values, dict) else {}
 
@@ -240,7 +240,7 @@ def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
     except FileNotFoundError:
         notes.append("status.json is missing: the end of the run is unknown.")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        notes.append(f"status.json can not be read: {error}.")
+        notes.append(f"status.json cannot be read: {error}.")
     return None
 
 
@@ -251,7 +251,7 @@ def _read_events(storage: Storage, notes: list[str]) -> History:
         names = [name for name in names if not name.endswith(OF_COMPARISON)]
         history = read_history([storage.read_bytes(name) for name in names])
     except OSError as error:
-        notes.append(f"The event files can not be read: {error}.")
+        notes.append(f"The event files cannot be read: {error}.")
         return History()
     if not names:
         notes.append("Event files are missing: there are no curves and no memberships to show.")
@@ -279,7 +279,7 @@ def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[Mapping[str, 
             if storage.exists(path):
                 found.append({"name": name, **_read_json(storage, path, notes)})
     except OSError as error:
-        notes.append(f"The checkpoints can not be listed: {error}.")
+        notes.append(f"The checkpoints cannot be listed: {error}.")
     return tuple(sorted(found, key=lambda manifest: number(manifest.get("round")) or 0))
 
 
