@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ipaddress
 import os
@@ -38,9 +39,17 @@ def parent_of(pid: int) -> int:
     return int(_stat(pid)[1])
 
 
-def stopped_processes() -> set[int]:
-    """Return the ids of all processes stopped by a signal."""
-    return set(processes_that(lambda pid: _stat(pid)[0] == "T"))
+def stopped_processes(*folders: str | Path) -> list[int]:
+    """Return the ids of the stopped processes that write their output below one of some folders.
+
+    Tests that run at the same time stop processes of their own, which write elsewhere.
+    """
+    below = tuple(f"{folder}/" for folder in folders)
+    return processes_that(
+        lambda pid: (
+            _stat(pid)[0] == "T" and os.readlink(PROC / str(pid) / "fd" / "1").startswith(below)
+        )
+    )
 
 
 def _stat(pid: int) -> list[str]:
@@ -56,9 +65,13 @@ def resident_bytes(pid: int | None = None) -> int:
 
 def descendants_of(pid: int) -> list[int]:
     """Return the ids of a process and of all its descendants."""
+    children = collections.defaultdict(list)
+    for other in processes_that(lambda _: True):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            children[parent_of(other)].append(other)
     found = [pid]
     for parent in found:
-        found += processes_that(lambda other, parent=parent: parent_of(other) == parent)
+        found += children[parent]
     return found
 
 

@@ -98,9 +98,11 @@ class OneWorker(RayWorkerGroup):
 
 
 @pytest.mark.cluster
-def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster, monkeypatch):
+def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(
+    four_cpus, cluster, monkeypatch
+):
     monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", Halted)
-    before, worker_group = stopped_processes(), OneWorker(patience_s=1.0)
+    worker_group = OneWorker(patience_s=1.0)
     worker_group.request_worker("w0")
     deadline, events = time.monotonic() + BOUND_S, []
     while not events:
@@ -111,7 +113,7 @@ def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster,
     assert lost.reason.startswith("its process has not answered since it started, ")
     assert lost.reason.endswith(" s ago (elastic.max_busy_s)")
     assert isinstance(lost, Lost)
-    while stopped_processes() - before:
+    while stopped_processes(four_cpus.head_node.get_session_dir_path()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -179,8 +179,8 @@ def head():
         yield head
 
 
-def has_checkpoint(run):
-    return bool(CheckpointStore(Storage(str(run))).names())
+def checkpoints_of(run):
+    return set(CheckpointStore(Storage(str(run))).names())
 
 
 def result_of(run):
@@ -214,7 +214,7 @@ class TestRealJobs:
         run, again = head.run_of("killed"), head.home / "again.log"
         long = options_for(100_000)
         with head.submit("killed", *long, own=("--retries", "1")) as (process, log):
-            until(lambda: has_checkpoint(run), log.read_text)
+            until(lambda: checkpoints_of(run), log.read_text)
             [driver] = [
                 pid
                 for pid in processes_naming("raydl-runs/killed")
@@ -222,6 +222,8 @@ class TestRealJobs:
             ]
             os.kill(driver, signal.SIGKILL)
             until(lambda: "resuming from round" in log.read_text(), log.read_text)
+            before = checkpoints_of(run)
+            until(lambda: checkpoints_of(run) - before, log.read_text)
             assert "the driver was killed (SIGKILL); resubmitting it" in log.read_text()
             process.send_signal(signal.SIGINT)
             assert process.wait(BOUND_S) == 130, log.read_text()

@@ -227,7 +227,7 @@ def test_a_comparison_that_takes_a_complete_run_imports_nothing(folder, tmp_path
     with own.held(resume=False):
         own.write_config(config)
         own.write_result({"evaluations": [], "stopped_by": ""})
-    with pytest.raises(ConfigError, match="where model was"):
+    with pytest.raises(ConfigError, match=r"has model spy_\w+:net instead of mlp"):
         load_complete(run)
     assert not folder.was_imported
 

@@ -108,7 +108,6 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
         "--method", f"benchmarks.counting:{rule}", *counting.OPTIONS,
         "--workers", "2:3", "--elastic.lease-s", "3", "--checkpoint.every-s", "5",
     ]  # fmt: skip
-    stopped_before = stopped_processes()
     cut_off = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 6}]
     folder = tmp_path / "run"
     with ClusterRun(cluster, folder, *options, "--epochs", "9999", faults=cut_off) as run:
@@ -129,7 +128,8 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
         run.until(lambda: time.time() - (run.status().get("checkpoint_at") or 0) < 4)
         run.process.kill()  # the driver, without a word
         run.process.wait()
-    assert stopped_processes() <= stopped_before, "a process that was stopped is still there"
+    session = cluster.head_node.get_session_dir_path()
+    assert stopped_processes(session) == [], "a process that was stopped still exists"
     num_epochs = counts_of(folder)[1] // counting.NUM_SAMPLES + 3
     with ClusterRun(cluster, folder, *options, "--epochs", str(num_epochs), "--resume") as run:
         run.wait()

@@ -87,11 +87,11 @@ class Run:
         raise AssertionError("every run ended before the signal came")
 
     def listeners(self):
-        """Return (process, address) of all on which the run's processes listen now."""
+        """Return (process, address, port) of the sockets on which the run's processes listen."""
         found = set()
         for pid in descendants_of(self.process.pid):
             with contextlib.suppress(OSError):  # it ended meanwhile
-                found.update((pid, address) for address, _ in listeners_of(pid))
+                found.update((pid, *place) for place in listeners_of(pid))
         return found
 
     def has_begun(self):

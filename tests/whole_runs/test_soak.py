@@ -85,7 +85,6 @@ def options(method, workers):
 
 def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
     method, accuracy = quiet
-    halted = stopped_processes()
     with nodes(1, 1, 1, 1) as cluster:
         storm, sizes = Storm(cluster), []
         with ClusterRun(cluster, tmp_path / "run", *options(method, "2:4")) as run:
@@ -103,7 +102,8 @@ def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
             assert len(storm.done) >= 8
             settled = sizes[len(sizes) // 3]
             assert sizes[-1] < 1.2 * settled + 50e6, sizes
-    assert stopped_processes() <= halted
+        session = cluster.head_node.get_session_dir_path()
+        assert stopped_processes(session, tmp_path) == []
 
 
 @pytest.mark.parametrize("rule", ["AllProgress", "AllProgressByMessages"])
