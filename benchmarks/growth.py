@@ -217,7 +217,7 @@ def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.core.methods import resolve
     from raydl.elastic.controller import Controller
-    from raydl.elastic.state import State
+    from raydl.elastic.run_state import State
 
     worker_group: Any = FakeWorkerGroup()
     recorder: Any = NullRecorder()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from raydl.data import DataShape
     from raydl.errors import RaydlError
     from raydl.ray_backend.attach import attach
-    from raydl.ray_backend.collective_group import init_collective_group
+    from raydl.ray_backend.user_group import init_collective_group
     from raydl.run.trainer import Result, Trainer
     from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
 
@@ -53,7 +53,7 @@ _MODULES = {
     "LossFromForward": "tasks",
     "ModelAndLoss": "tasks",
     "attach": "ray_backend.attach",
-    "init_collective_group": "ray_backend.collective_group",
+    "init_collective_group": "ray_backend.user_group",
     "Result": "run.trainer",
     "Trainer": "run.trainer",
 }

@@ -34,8 +34,8 @@ from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
 from raydl.collective.allreduce import AdaptiveAllreduce
+from raydl.collective.failure_diagnosis import AGAIN, FailureDiagnosis
 from raydl.collective.process_group import TorchGroup, dist, is_done, is_done_on_device
-from raydl.collective.roll_call import AGAIN, RollCall
 from raydl.collective.user_tensors import (
     Value,
     as_bytes,
@@ -370,7 +370,7 @@ class CollectiveGroup:
             ``auto`` for the one predicted to be fastest on the network as measured now.
         abandoned: once it is set, forming the group and every wait in it raise at once.
         name: the group's name in ``ray.util.collective``; empty: the address.
-        roll_call: explains failed operations of a user's group; None: a run's group.
+        diagnosis: explains failed operations of a user's group; None: a run's group.
 
     Raises:
         ExchangeTimeoutError: if not all members joined in time.
@@ -387,7 +387,7 @@ class CollectiveGroup:
         algorithm: str = "library",
         abandoned: threading.Event | None = None,
         name: str = "",
-        roll_call: RollCall | None = None,
+        diagnosis: FailureDiagnosis | None = None,
     ) -> None:
         register()
         self.address = address
@@ -397,7 +397,7 @@ class CollectiveGroup:
         self._rank = rank
         self._center = center
         self._name = name or str(address)
-        self._roll_call = roll_call
+        self._diagnosis = diagnosis
         self._abandoned = abandoned or threading.Event()
         self.torch = TorchGroup(
             rank, self.num_workers, device=address.device, timeout_s=address.timeout_s
@@ -427,7 +427,7 @@ class CollectiveGroup:
         tls = tls_files(os.environ)  # the certificates of Ray's own connections
         host, is_library = ray.util.get_node_ip_address(), algorithm == "library"
         # Ray's operations need more than sums and gathers.
-        has_pairs = not is_library or self._roll_call is not None
+        has_pairs = not is_library or self._diagnosis is not None
         self.torch.connect(store, host=host, tls=tls, has_pairs=has_pairs)
         if is_library:
             return None
@@ -440,8 +440,8 @@ class CollectiveGroup:
     def _check_wait(self, deadline: float) -> None:
         """Raise RuntimeError if there is a reason to stop waiting."""
         self._check_abandoned()
-        if self._roll_call is not None:
-            self._roll_call.watch()
+        if self._diagnosis is not None:
+            self._diagnosis.watch()
             if time.monotonic() >= deadline:  # torch bounds each message of an operation
                 raise RuntimeError("timed out")
 
@@ -509,8 +509,8 @@ class CollectiveGroup:
 
     def leave(self) -> None:
         """Leave at once; Ray calls this as it removes the group's name."""
-        if self._roll_call is not None:
-            self._roll_call.leave()
+        if self._diagnosis is not None:
+            self._diagnosis.leave()
         self.torch.abort()
 
     def explain(
@@ -533,9 +533,9 @@ class CollectiveGroup:
         is_late = waited_s >= 0.9 * self.address.timeout_s
         if self._abandoned.is_set():
             return ExchangeError(round, generation, _ABANDONED)
-        if self._roll_call is not None:
+        if self._diagnosis is not None:
             ranks = range(self.num_workers) if ranks is None else ranks
-            return self._roll_call.explain(problem, operation=round, is_late=is_late, ranks=ranks)
+            return self._diagnosis.explain(problem, operation=round, is_late=is_late, ranks=ranks)
         if not is_late:
             return ExchangeError(round, generation, problem)
         missing = self._late_workers(round)

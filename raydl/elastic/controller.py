@@ -58,7 +58,7 @@ from raydl.elastic.membership_policy import (
 from raydl.elastic.planned_faults import PlannedFaults
 from raydl.elastic.plateau import Plateau
 from raydl.elastic.record_forwarder import RecordForwarder
-from raydl.elastic.state import Recorder, State
+from raydl.elastic.run_state import Recorder, State
 from raydl.elastic.stragglers import StragglerDetector
 from raydl.elastic.worker_pool import WorkerPool
 from raydl.elastic.worker_registry import Copy, WorkerRegistry

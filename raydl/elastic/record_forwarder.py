@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from raydl.core.reports import Record, WorkerReport
-from raydl.elastic.state import Recorder
+from raydl.elastic.run_state import Recorder
 
 _NUM_DELAYS = 32
 """The newest messages of a process from which its clock offset is estimated."""

@@ -1,4 +1,8 @@
-"""The strategy of methods with messages: each worker alone exchanges with the center."""
+"""The strategy of parameter-server methods: each worker alone exchanges with the center.
+
+Async, Hogwild and round robin share it; they differ in the lock of a shard (``shard.py``,
+``shared_memory.py``) and in the turns that the coordinator gives.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Request:
-    """A message to a shard."""
+    """A push: a message from a worker to a shard, which the shard applies and answers."""
 
     message_id: MessageId
     span: Span

@@ -3,7 +3,8 @@
 A worker on the center's node maps the center's memory and moves it directly. The rest of a message
 - completed samples, loss, float buffers - follows as a completion, once the center has moved.
 
-Async: the process that moves the center, worker or shard, holds a lock meanwhile. Hogwild: no lock.
+Async: the process that moves the center, worker or shard, holds a lock meanwhile. Hogwild: no lock;
+``MappedExchange`` adds to the center while others do (the sum itself is ``Elastic.exchange_``).
 The lock ends with the process that holds it (and with the children that it forked since it joined,
 which hold the same open file). A process that is killed half-way leaves some parameters moved and
 others not, which a worker cannot distinguish from an exchange with fragments.

@@ -23,7 +23,7 @@ from raydl.core.reports import AllreduceReport, Record, WorkerReport
 from raydl.core.stop_condition import StopCondition
 from raydl.core.worker_group import Collected, Evaluated
 from raydl.elastic.controller import Controller
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StorageSilentError
 from raydl.metrics import (
     TIME_PARTS,

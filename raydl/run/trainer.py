@@ -43,7 +43,7 @@ from raydl.core.worker_group import WorkerGroup
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.data.generators import callers_generators_kept
 from raydl.elastic.controller import Controller
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, DataError
 from raydl.faults import FaultPlan
 from raydl.metrics import (

@@ -12,7 +12,7 @@ from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
 from raydl.core.reports import Outcome
 from raydl.elastic.controller import Controller
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import RaydlError
 from raydl.redaction import redact

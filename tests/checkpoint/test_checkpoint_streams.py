@@ -25,7 +25,7 @@ from raydl.core import tensor_files
 from raydl.core.saved_state import SavedState, pack, unpack
 from raydl.core.tensor_files import TensorFile, view_of
 from raydl.core.worker_group import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StateLostError
 from raydl.storage import Storage, Sum
 

@@ -39,7 +39,7 @@ class Queued:
 def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     group = CollectiveGroup.__new__(CollectiveGroup)  # the constructor would connect to others
     group.address = GroupAddress("run", 7, device, timeout_s)
-    group.adaptive, group._abandoned, group._roll_call = None, threading.Event(), None
+    group.adaptive, group._abandoned, group._diagnosis = None, threading.Event(), None
     group.torch = SimpleNamespace(
         start_allreduce=lambda tensor: Done(), start_allgather=lambda tensor, out: Done()
     )

@@ -27,7 +27,7 @@ def ranks(monkeypatch):
     made = []
 
     def make(num_workers, **more):
-        made.append(Ranks(num_workers, monkeypatch, roll_call=True, **more))
+        made.append(Ranks(num_workers, monkeypatch, is_user_group=True, **more))
         return made[-1].form_all()
 
     yield make
@@ -533,7 +533,7 @@ def test_an_operation_whose_group_is_destroyed_by_another_thread_fails(ranks):
 
 
 def test_a_member_that_does_not_connect_is_named_as_the_group_forms(monkeypatch):
-    members = Ranks(2, monkeypatch, timeout_s=1.0, roll_call=True)
+    members = Ranks(2, monkeypatch, timeout_s=1.0, is_user_group=True)
     error = error_of(members.form(0))
     assert isinstance(error, ExchangeTimeoutError)
     assert error.missing == ("w1",)

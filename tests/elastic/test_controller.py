@@ -14,7 +14,7 @@ from raydl.core.worker_group import (
     Published,
     WorkerReady,
 )
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 from raydl.faults import FaultPlan
 from raydl.faults.plan import Fault

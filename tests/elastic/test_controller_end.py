@@ -9,7 +9,7 @@ from raydl.config import (
 from raydl.core.callbacks import StopAtAccuracy
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Draining, GaveUp, Lost, Published, Scoring
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import RaydlError
 
 

@@ -20,7 +20,7 @@ from raydl.core.worker_group import (
     TookOver,
     WorkerReady,
 )
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 
 DIED = "the actor died"
 

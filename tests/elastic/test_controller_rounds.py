@@ -15,7 +15,7 @@ from raydl.core.worker_group import (
     TookOver,
     WorkerReady,
 )
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.elastic.worker_registry import Phase
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 

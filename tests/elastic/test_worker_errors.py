@@ -22,7 +22,7 @@ from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.core.rules import Outer
 from raydl.core.worker_group import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, InfrastructureError, NonFiniteCenterError, NonFiniteLossError
 from raydl.storage import Storage
 

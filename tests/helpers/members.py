@@ -10,9 +10,9 @@ from ray.exceptions import GetTimeoutError
 from ray.util import collective
 
 from raydl.collective import ray_collective
+from raydl.collective.failure_diagnosis import FailureDiagnosis
 from raydl.collective.key_store import StoreServer
 from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
-from raydl.collective.roll_call import RollCall
 
 HOST = "127.0.0.1"
 
@@ -90,10 +90,12 @@ class Ranks:
         monkeypatch: replaces Ray.
         timeout_s: time-out of an operation, in seconds.
         device: device of the tensors.
-        roll_call: whether failures name the missing members, as in a user's group.
+        is_user_group: whether failures name the missing members, as in a user's group.
     """
 
-    def __init__(self, num_workers, monkeypatch, *, timeout_s=20.0, device="cpu", roll_call=False):
+    def __init__(
+        self, num_workers, monkeypatch, *, timeout_s=20.0, device="cpu", is_user_group=False
+    ):
         self.center, self.ray = Center(), FakeRay()
         monkeypatch.setattr(ray_collective, "ray", self.ray)
         monkeypatch.setattr(ray_api, "_check_inside_actor", lambda: None)
@@ -105,7 +107,7 @@ class Ranks:
         self.groups = {}
         self.lost = []
         """The ranks whose processes have ended, according to Ray."""
-        self._has_roll_call = roll_call
+        self._is_user_group = is_user_group
         self._threads_before = set(threading.enumerate())
         self._threads = [ThreadPoolExecutor(1) for _ in self.worker_ids]
 
@@ -132,14 +134,14 @@ class Ranks:
                 center=self.center,
                 abandoned=self.abandoned[rank],
                 name=self.name(rank),
-                roll_call=self._roll_call(rank) if self._has_roll_call else None,
+                diagnosis=self._diagnosis(rank) if self._is_user_group else None,
                 **more,
             )
 
         return self.begin(rank, formed)
 
-    def _roll_call(self, rank):
-        return RollCall(
+    def _diagnosis(self, rank):
+        return FailureDiagnosis(
             "ring",
             self.address.generation,
             self.worker_ids,

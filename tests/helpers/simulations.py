@@ -31,7 +31,7 @@ from raydl.core.worker_group import (
     WorkerReady,
 )
 from raydl.elastic.controller import Controller
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 
 LEASE_S = 3.0
 

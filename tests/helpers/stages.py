@@ -26,7 +26,7 @@ from raydl.core.worker_group import (
     WorkerReady,
 )
 from raydl.elastic.controller import Controller
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.faults import FaultPlan
 
 BOTH = pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 
 from raydl import cli
 from raydl.core.membership import Membership
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.metrics import TIME_PARTS, StackHistory, TensorBoardWriter
 from raydl.metrics.tensorboard import make_layout
 from raydl.tools.report.events import read_history

@@ -8,8 +8,8 @@ import pytest
 import raydl
 from raydl.collective.ray_collective import GroupAddress
 from raydl.errors import ConfigError, ExchangeError, ExchangeTimeoutError
-from raydl.ray_backend.collective_group import _wait_for_all
-from raydl.ray_backend.group_keys import GroupKeys
+from raydl.ray_backend.user_group import _wait_for_all
+from raydl.ray_backend.user_group_keys import GroupKeys
 
 A, B = ("actor-a", 11), ("actor-b", 22)
 

@@ -21,7 +21,7 @@ from raydl.core.callbacks import Listeners, Patience, StopAtAccuracy, score_of
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Evaluated, Lost, Published
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, RaydlError
 from raydl.run.control_channel import read_status
 from raydl.run.evaluate import score_run

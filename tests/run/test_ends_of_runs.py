@@ -20,7 +20,7 @@ from raydl.checkpoint import writer as checkpoint_writer
 from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.totals import Totals
 from raydl.elastic import controller
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
 

@@ -26,7 +26,7 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.totals import Totals
 from raydl.checkpoint.writer import CheckpointWriter
 from raydl.core.worker_group import GaveUp, Published
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.errors import WORTH_RETRYING, StorageSilentError
 from raydl.metrics import BackgroundWriter, background_writer
 from raydl.storage import SilenceMonitor, Storage, is_answer, within

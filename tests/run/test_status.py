@@ -15,7 +15,7 @@ from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.core.center import Snapshot
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, WorkerReport
-from raydl.elastic.state import State
+from raydl.elastic.run_state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import ConfigError, RaydlError, ResourceError, SupersededError
 from raydl.metrics import TIME_PARTS

@@ -25,7 +25,7 @@ _GRACE_S = 0.1
 """Processes that end together do not appear as ended at the same moment."""
 
 
-class RollCall:
+class FailureDiagnosis:
     """Diagnoses failed operations, on behalf of one member.
 
     Args:

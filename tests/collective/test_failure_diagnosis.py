@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from raydl.collective import roll_call
-from raydl.collective.roll_call import RollCall
+from raydl.collective import failure_diagnosis
+from raydl.collective.failure_diagnosis import FailureDiagnosis
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 
 MEMBERS = ("a", "b", "c")
@@ -32,8 +32,8 @@ class Keys:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(roll_call, "_WAIT_S", 0.2)
-    monkeypatch.setattr(roll_call, "_GRACE_S", 0.0)
+    monkeypatch.setattr(failure_diagnosis, "_WAIT_S", 0.2)
+    monkeypatch.setattr(failure_diagnosis, "_GRACE_S", 0.0)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def keys():
 
 
 def of(keys, rank, *, lost=()):
-    return RollCall(
+    return FailureDiagnosis(
         "ring",
         4,
         MEMBERS,
@@ -53,8 +53,8 @@ def of(keys, rank, *, lost=()):
     )
 
 
-def explained(roll, *, is_late=False, ranks=range(3)):
-    return roll.explain("reset by peer", operation=5, is_late=is_late, ranks=ranks)
+def explained(diagnosis, *, is_late=False, ranks=range(3)):
+    return diagnosis.explain("reset by peer", operation=5, is_late=is_late, ranks=ranks)
 
 
 def test_a_process_that_has_ended_is_named_whatever_the_statuses_are(keys):
@@ -71,8 +71,10 @@ def test_processes_that_end_together_are_named_together(keys):
         seen.append(rank)
         return rank == 1 or (rank == 2 and seen.count(2) > 1)
 
-    roll = RollCall("ring", 4, MEMBERS, 0, store=keys, timeout_s=9.0, has_ended=has_ended)
-    assert explained(roll).missing == ("b", "c")
+    diagnosis = FailureDiagnosis(
+        "ring", 4, MEMBERS, 0, store=keys, timeout_s=9.0, has_ended=has_ended
+    )
+    assert explained(diagnosis).missing == ("b", "c")
 
 
 def test_a_member_that_timed_out_names_the_members_without_a_status(keys):
@@ -109,7 +111,7 @@ def test_a_member_that_leaves_after_a_failure_does_not_count_as_its_cause(keys):
 
 
 def test_with_all_statuses_the_transports_message_is_reported_soon(keys, monkeypatch):
-    monkeypatch.setattr(roll_call, "_WAIT_S", 100.0)
+    monkeypatch.setattr(failure_diagnosis, "_WAIT_S", 100.0)
     for rank in (1, 2):
         keys.set(f"out/{rank}", b"failed")
     error = explained(of(keys, 0))
@@ -132,16 +134,18 @@ def test_the_wait_for_statuses_is_bounded(keys):
 
 def test_a_waiting_member_checks_one_other_member_a_second_in_turn(keys, monkeypatch):
     now, asked = [100.0], []
-    monkeypatch.setattr(roll_call.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failure_diagnosis.time, "monotonic", lambda: now[0])
 
     def has_ended(rank):
         asked.append(rank)
         return len(asked) == 4
 
-    roll = RollCall("ring", 4, MEMBERS, 1, store=keys, timeout_s=9.0, has_ended=has_ended)
+    diagnosis = FailureDiagnosis(
+        "ring", 4, MEMBERS, 1, store=keys, timeout_s=9.0, has_ended=has_ended
+    )
     for _ in range(6):
-        roll.watch()
+        diagnosis.watch()
         now[0] += 0.5
     assert asked == [2, 0, 1]
     with pytest.raises(RuntimeError, match="ended"):
-        roll.watch()
+        diagnosis.watch()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import ray
 
+from raydl.collective.failure_diagnosis import AGAIN
 from raydl.collective.key_store import StoreServer
-from raydl.collective.roll_call import AGAIN
 from raydl.errors import ConfigError, ExchangeError, RaydlError
 from raydl.ray_backend.cluster import end_when_quiet, has_ended
 

@@ -1,6 +1,7 @@
 """A collective group of the user's own actors, which can form again when members are lost or join.
 
-The members meet in one named actor per job, which the first of them starts (``group_keys.py``).
+The members meet in one named actor per job (``user_group_keys.py``), which the first of them
+starts.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.util import collective
 
+from raydl.collective.failure_diagnosis import AGAIN, FailureDiagnosis
 from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress, RayGroup
-from raydl.collective.roll_call import AGAIN, RollCall
 from raydl.config.tls import tls_files
 from raydl.errors import ConfigError, ExchangeError, ExchangeTimeoutError
 from raydl.ray_backend.cluster import START_S, has_ended
-from raydl.ray_backend.group_keys import GroupKeysActor, Process, process_key
+from raydl.ray_backend.user_group_keys import GroupKeysActor, Process, process_key
 
 
 def init_collective_group(
@@ -70,7 +71,7 @@ def init_collective_group(
     address = GroupAddress(group_name, generation, device, timeout_s)
     store = CenterStore(actor, address, len(members))
     processes = _wait_for_all(store, address, members, start_timeout_s)
-    roll_call = RollCall(
+    diagnosis = FailureDiagnosis(
         group_name,
         generation,
         members,
@@ -79,7 +80,7 @@ def init_collective_group(
         timeout_s=timeout_s,
         has_ended=lambda rank: has_ended(*processes[rank]),
     )
-    CollectiveGroup(address, members, rank, center=actor, name=group_name, roll_call=roll_call)
+    CollectiveGroup(address, members, rank, center=actor, name=group_name, diagnosis=diagnosis)
 
 
 def _check(members: tuple[str, ...], member: str, group_name: str, generation: int) -> None:
