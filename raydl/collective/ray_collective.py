@@ -62,7 +62,7 @@ _REDUCE_OPS = {
 }
 _POLL_S = 2.0
 """The longest wait of a thread of the center for keys, in seconds."""
-_ROLL_CALL = timedelta(seconds=_POLL_S + 1)
+_PRESENCE_WAIT = timedelta(seconds=_POLL_S + 1)
 """The longest wait to find out which workers are late. Of two workers that wait for a third, one
 may time out up to ``_POLL_S`` after the other."""
 _ANSWER_S = 20.0
@@ -549,7 +549,7 @@ class CollectiveGroup:
         store.set(f"late/{round}/{self._rank}", b"here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
         try:
-            present = store.keys_present(list(keys.values()), _ROLL_CALL)
+            present = store.keys_present(list(keys.values()), _PRESENCE_WAIT)
         except RuntimeError:  # the center is lost, too: the late workers are unknown
             return []
         return [worker_id for worker_id, key in keys.items() if key not in present]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -102,7 +103,7 @@ def test_a_run_grows_from_one_node_to_three_and_the_nodes_are_removed_after_it(r
         options = ["--model", "origins:model", "--epochs", "100000", "--period", "4"]
         options += ["--workers", "1:3", "--elastic.no-leave-out-slow"]
         with ClusterRun(SimpleNamespace(address=local.address), tmp_path / "run", *options) as run:
-            run.until_said("generation 1: w0 starts")
+            run.until(lambda: re.search(r"generation 1: w\d starts", run.output))
             run.until_training(3)
             assert len(local.nodes()) == 3
             run.process.terminate()

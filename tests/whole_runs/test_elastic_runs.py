@@ -54,7 +54,7 @@ SELDOM = ("--evaluation.every-epochs", "25")
 def test_a_run_ends_after_its_workers_and_center_are_killed_and_another_run_is_unaffected(
     four_cpus, tmp_path
 ):
-    options = ["--period", "4", "--cpus-per-worker", "0.5", *SELDOM]
+    options = ["--model", "origins:model", "--period", "4", "--cpus-per-worker", "0.5", *SELDOM]
     broken_options = ["--epochs", "150", "--workers", "2:3", *options]
     options += ["--epochs", "60", "--workers", "2", "--method", "async-easgd"]
     faults = kills(("center", "center"))
@@ -73,7 +73,7 @@ def test_a_rebuilt_center_of_a_parameter_server_method_keeps_its_optimizers_mome
     four_cpus, tmp_path
 ):
     options = ["--method", "async-msgd", "--center-shards", "2", "--period", "4", *SELDOM]
-    options += ["--epochs", "150", "--workers", "2:3"]
+    options += ["--model", "origins:model", "--epochs", "150", "--workers", "2:3"]
     faults = kills(("center", "shard 1"), factor=3)
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         check_end(run, epochs=150, faults=4)
