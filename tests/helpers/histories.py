@@ -58,8 +58,8 @@ class Watched(Batches):
 class Transport:
     """A group in which one sum reaches all members but this one.
 
-    The sum is given by its round and its number in the round; the roll call, a tensor with one
-    number per worker, has number -1.
+    The sum is given by its round and its number in the round; the sum by which the members learn
+    what each has trained, a tensor with one number per worker, has number -1.
     """
 
     def __init__(self, member, missed=None):
