@@ -130,8 +130,9 @@ class UntrustedCodeError(RaydlError):
 
     def __str__(self) -> str:
         return (
-            f"{self.source} names code that is not raydl's: {self.listed()}; it would be imported "
-            f"and run here: add --trust (in Python trust=True) if you trust all its writers"
+            f"{self.source} names code that is not raydl's: {self.listed()}; this command would "
+            f"import and run it: add --trust (in Python trust=True) if you trust everyone who can "
+            f"write to the run's folder"
         )
 
     def listed(self) -> str:
@@ -442,7 +443,8 @@ class ExchangeTimeoutError(ExchangeError):
         setting: str = "exchange.timeout_s",
     ) -> None:
         missing = tuple(missing)
-        late = f"{'members' if group else 'workers'} {list(missing)}" if missing else "its peers"
+        kind = "members " if group else ""
+        late = f"{kind}{', '.join(missing)}" if missing else "its peers"
         problem = f"timed out after {timeout_s} s waiting for {late}"
         super().__init__(round, generation, problem, missing, group)
         self.timeout_s, self.setting = timeout_s, setting

@@ -52,7 +52,7 @@ class Candidates:
     absent: tuple[str, ...] = ()
     """Workers left out for now."""
     causes: Mapping[str, str] = field(default_factory=dict)
-    """Why a worker is not ready: ``was lost``, ``drains``, …"""
+    """Why a worker is not ready: ``was lost``, ``is on a draining node``, …"""
 
 
 def next_membership(

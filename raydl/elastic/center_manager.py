@@ -110,7 +110,7 @@ class CenterManager:
             what = "receive its newest copy" if self._was_up else "start"
             raise StalledError(
                 f"the center did not {what} within {_CENTER_S:.0f} s; the same command with "
-                f"--resume goes on from the newest checkpoint"
+                f"--resume resumes from the newest checkpoint"
             )
         return False
 

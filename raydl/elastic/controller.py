@@ -276,7 +276,7 @@ class Controller:
                 self.worker_registry.note_ready(worker_id, node)
                 self._worker_pool.hand_over()
             case Draining(worker_id) if worker_id in self.worker_registry:
-                self._worker_pool.release(worker_id, "drains")
+                self._worker_pool.release(worker_id, "is on a draining node")
             case Published():
                 self._on_published(event)
             case Refused(process, num_messages):
@@ -313,7 +313,7 @@ class Controller:
                 self._recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
             case StatesLost(round, reason):
                 self._center_manager.note_states_lost(round)
-                self._log(f"a checkpoint was given up: {reason}")
+                self._log(f"a checkpoint was abandoned: {reason}")
 
     def _on_error(self, name: str, error: Exception) -> None:
         """Continue without a worker that raised an error, or stop the run after a checkpoint.
@@ -428,14 +428,14 @@ class Controller:
     def _on_given_up(self, task: str, reason: str) -> None:
         self._center_manager.gave_up(task)
         if task == "checkpoint":
-            self._log(f"a checkpoint was given up: {reason}")
+            self._log(f"a checkpoint was abandoned: {reason}")
         elif task == "evaluation":
             self._center_manager.num_lost_scores += 1
             number = self._center_manager.num_lost_scores
             if number == 1:
-                self._log(f"a score was given up: {reason}")
+                self._log(f"an evaluation was abandoned: {reason}")
             elif number <= _LOGGED_SCORES or number % 10 == 0:
-                self._log(f"a score was given up, {number} in a row by now: {reason}")
+                self._log(f"an evaluation was abandoned, {number} in a row: {reason}")
         elif task.startswith("saved state of"):
             self._log(f"{task.removeprefix('saved state of ')} starts from the center: {reason}")
         elif task.startswith("state of"):
@@ -460,7 +460,10 @@ class Controller:
             return
         waited_s = self._clock() - self._state_since
         if self._is_idle and self._worker_pool.are_all_absent():
-            self._log("all remaining samples are claimed by workers that were left out")
+            self._log(
+                "all remaining samples are claimed by workers that were left out; the run waits "
+                "until they return"
+            )
             return
         now = run.membership if run else None
         membership, reason = self._worker_pool.decide(now, waited_s=waited_s)
@@ -658,7 +661,7 @@ class Controller:
         if self._silent_s > _SILENCE_S:
             raise self._failure.error or StalledError(
                 f"the last states of the workers did not arrive: there was no progress for "
-                f"{_SILENCE_S:.0f} s; the same command with --resume goes on from the newest "
+                f"{_SILENCE_S:.0f} s; the same command with --resume resumes from the newest "
                 f"checkpoint"
             )
 
@@ -685,7 +688,7 @@ class Controller:
         if self._failure.error is not None:
             return self._failure.why
         if self._center_manager.num_lost_scores >= _MAX_LOST_SCORES:
-            return f"the score was given up {_MAX_LOST_SCORES} times"
+            return f"the evaluation was abandoned {_MAX_LOST_SCORES} times"
         if self._silent_s > _SILENCE_S:
             return f"the evaluator has scored nothing for {_SILENCE_S:.0f} s"
         return ""

@@ -198,7 +198,7 @@ class RunFailure:
             rollback = f"{name} is rolled back to the center"
             if is_of_center:
                 rollback = "all workers are rolled back to the newest good center"
-            count = f"{self._num_rollbacks} of {limit} times in this epoch"
+            count = f"rollback {self._num_rollbacks} of {limit} in this epoch"
             self._log(f"{error}; {rollback} ({count})")
         elif self.error is None:
             self.error = error
@@ -211,5 +211,9 @@ class RunFailure:
 
 
 def _ordinal(number: int) -> str:
-    """Return 1 as first, 4 as 4th."""
-    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+    """Return 1 as first, 4 as 4th, 21 as 21st."""
+    if number <= 3:
+        return ("first", "second", "third")[number - 1]
+    is_teen = number % 100 in (11, 12, 13)
+    suffix = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"

@@ -95,7 +95,7 @@ class WorkerPool:
         """
         if worker_id not in self._worker_registry:
             known = ", ".join(e.worker_id for e in self._worker_registry.entries())
-            return False, f"there is no worker {worker_id}; there are {known}"
+            return False, f"the run has no worker {worker_id}; it has {known}"
         phase = self._worker_registry[worker_id].phase
         if phase is Phase.LEAVING:
             return True, f"{worker_id} is leaving already"
@@ -192,8 +192,8 @@ class WorkerPool:
         if self._num_losses > self._config.elastic.max_restarts:
             raise ProcessLostError(
                 name,
-                f"{reason}; it is loss {self._num_losses} in a row without progress of the "
-                f"training, more than elastic.max_restarts",
+                f"{reason}; this is loss {self._num_losses} in a row without training progress, "
+                f"more than elastic.max_restarts allows",
             )
 
     def note_progress(self) -> None:
@@ -354,8 +354,8 @@ class WorkerPool:
         missing = f"waiting for {self._worker_group.waiting_for()}"
         if waited_s <= self._config.scaling.start_timeout_s:
             return f"{reason}; {missing}"
-        go_on = "; the same command with --resume goes on" if has_trained else ""
+        resume = "; the same command with --resume resumes the run" if has_trained else ""
         raise CapacityError(
             f"{reason} after {waited_s:.0f} s; {missing}; lower scaling.num_workers or raise "
-            f"scaling.start_timeout_s{go_on}"
+            f"scaling.start_timeout_s{resume}"
         )

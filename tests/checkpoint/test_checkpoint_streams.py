@@ -267,7 +267,7 @@ def test_a_checkpoint_whose_states_are_lost_is_logged_and_the_next_one_is_due_at
     stage.step(collected(7, "w0", "w1"))
     stage.now += 1.0
     assert ("vote", "checkpoint") in stage.step(StatesLost(7, "the state of w1 was not written"))
-    assert "a checkpoint was given up: the state of w1 was not written" in stage.said
+    assert "a checkpoint was abandoned: the state of w1 was not written" in stage.said
 
 
 def test_a_last_round_whose_states_are_lost_is_collected_again_from_the_remaining_workers():

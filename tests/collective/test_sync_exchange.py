@@ -86,7 +86,7 @@ def test_threads_exchange(num_workers, size):
 def test_a_rank_that_times_out_is_named_and_nothing_changes():
     exchange = make_exchange(LocalGroup(2, timeout_s=0.05, generation=4).member(0), 3)
     exchange.begin(torch.zeros(3), torch.zeros(2), Header())
-    with pytest.raises(ExchangeTimeoutError, match=r"generation 4.*waiting for workers \['rank 1'"):
+    with pytest.raises(ExchangeTimeoutError, match=r"generation 4.*waiting for rank 1;"):
         exchange.wait()
     assert exchange.center.weights.tolist() == [1, 1, 1]
     assert exchange.round == 0

@@ -94,12 +94,18 @@ def test_one_worker_starts_alone():
         (
             THREE,
             ("w3", "w4"),
-            {"w0": "was lost", "w1": "drains", "w2": "was removed"},
+            {"w0": "was lost", "w1": "is on a draining node", "w2": "was removed"},
             ("w3", "w4"),
-            "w0 was lost, w1 drains, w2 was removed, w3, w4 join",
+            "w0 was lost, w1 is on a draining node, w2 was removed, w3, w4 join",
         ),
         # announced in advance
-        (THREE, ("w0", "w1", "w3"), {"w2": "drains"}, ("w0", "w1", "w3"), "w2 drains, w3 joins"),
+        (
+            THREE,
+            ("w0", "w1", "w3"),
+            {"w2": "is on a draining node"},
+            ("w0", "w1", "w3"),
+            "w2 is on a draining node, w3 joins",
+        ),
         (THREE, ("w0", "w1"), {"w2": "was removed"}, ("w0", "w1"), "w2 was removed"),
         # without a known cause
         (THREE, ("w0", "w1"), {}, ("w0", "w1"), "w2 is not ready"),
@@ -107,9 +113,9 @@ def test_one_worker_starts_alone():
         (
             THREE,
             ("w2",),
-            {"w0": "was lost", "w1": "drains"},
+            {"w0": "was lost", "w1": "is on a draining node"},
             None,
-            "1 of 2 workers are left (w0 was lost, w1 drains)",
+            "1 of 2 workers are left (w0 was lost, w1 is on a draining node)",
         ),
         (
             ("w0", "w1"),
@@ -176,7 +182,7 @@ def test_an_absent_worker_that_is_lost_is_named():
     assert why == "w1 was lost"
 
 
-@pytest.mark.parametrize("cause", ["drains", "was removed"])
+@pytest.mark.parametrize("cause", ["is on a draining node", "was removed"])
 def test_an_absent_worker_that_leaves_is_named(cause):
     _, why = decide(("w0", "w2"), ("w0", "w2", "w3"), was_absent=("w1",), causes={"w1": cause})
     assert why == f"w1 {cause}, w3 joins"

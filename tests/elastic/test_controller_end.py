@@ -137,8 +137,10 @@ def test_an_evaluator_that_is_lost_repeatedly_is_logged_and_given_up(unscored):
         unscored.step()  # asks for the score again
         unscored.step(GaveUp("evaluation", "its process was killed, or crashed"))
     assert unscored.state is State.DONE
-    assert "a score was given up: its process was killed, or crashed" in unscored.said
-    assert unscored.said[-1].startswith("the score was given up 5 times: the run ends without a")
+    assert "an evaluation was abandoned: its process was killed, or crashed" in unscored.said
+    assert unscored.said[-1].startswith(
+        "the evaluation was abandoned 5 times: the run ends without a"
+    )
 
 
 @BOTH
@@ -269,17 +271,17 @@ def test_lost_scores_are_logged_one_by_one_and_then_every_tenth():
         stage.step(GaveUp("evaluation", "it was killed"))
         told += [number] * (len(stage.said) - before)
     assert told == [*range(1, 21), 30, 40]
-    assert stage.said[-1] == "a score was given up, 40 in a row by now: it was killed"
+    assert stage.said[-1] == "an evaluation was abandoned, 40 in a row: it was killed"
     assert stage.said[-22:-20] == [
-        "a score was given up: it was killed",
-        "a score was given up, 2 in a row by now: it was killed",
+        "an evaluation was abandoned: it was killed",
+        "an evaluation was abandoned, 2 in a row: it was killed",
     ]
 
 
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ("checkpoint", "a checkpoint was given up: it was killed"),
+        ("checkpoint", "a checkpoint was abandoned: it was killed"),
         ("saved state of w0", "w0 starts from the center: it was killed"),
     ],
 )

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from raydl.elastic.failures import failure_of_machine
+from raydl.elastic.failures import _ordinal, failure_of_machine
 from raydl.errors import DataError, InfrastructureError
 
 OF_MACHINE = [
@@ -74,3 +74,16 @@ def test_the_error_names_the_process_and_travels():
     error = pickle.loads(pickle.dumps(InfrastructureError("w3", "MemoryError")))
     assert str(error) == "the machine of w3 failed: MemoryError"
     assert error.exit_status == 75
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1, "first"), (2, "second"), (3, "third"), (4, "4th"), (10, "10th"),
+        (11, "11th"), (12, "12th"), (13, "13th"), (14, "14th"), (20, "20th"),
+        (21, "21st"), (22, "22nd"), (23, "23rd"), (24, "24th"), (101, "101st"),
+        (111, "111th"), (112, "112th"), (113, "113th"), (122, "122nd"),
+    ],
+)  # fmt: skip
+def test_a_count_is_written_as_in_english(number, text):
+    assert _ordinal(number) == text

@@ -7,7 +7,7 @@ from raydl.core.worker_group import WorkerReady
 
 def test_removing_an_unknown_worker_lists_the_known_ones():
     told = Stage().start().controller.remove("w7")
-    assert told == (False, "there is no worker w7; there are w0, w1")
+    assert told == (False, "the run has no worker w7; it has w0, w1")
 
 
 @BOTH
@@ -37,5 +37,5 @@ def test_a_worker_that_does_not_train_yet_is_ended_at_once():
     stage.step(WorkerReady("w1"))
     assert stage.controller.remove("w2") == (
         False,
-        "there is no worker w2; there are w0, w1",
+        "the run has no worker w2; it has w0, w1",
     )

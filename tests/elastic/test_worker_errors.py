@@ -225,8 +225,8 @@ def test_a_replica_that_diverges_is_rolled_back_three_times_in_an_epoch(is_sync)
         stage.step(diverged(stage, "w1"))
         assert stage.said.count(
             f"the loss became nan at local step 57 of worker w1; lower optimizer.lr, or look at "
-            f"the data of that step; w1 is rolled back to the center ({number} of 3 times in this "
-            f"epoch)"
+            f"the data of that step; w1 is rolled back to the center (rollback {number} of 3 "
+            f"in this epoch)"
         ), stage.said
         form_again(stage, *(stage.end("broken", 3, "w0") if is_sync else ()))
         if not is_sync:
@@ -314,7 +314,7 @@ def test_a_loss_that_is_nan_once_costs_one_replica_its_memory_and_nothing_else(t
     center = load_file(folder / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
     said = json.loads((folder / "status.json").read_text())["events"]
-    assert sum("w0 is rolled back to the center (1 of 3 times" in line for line in said) == 1
+    assert sum("w0 is rolled back to the center (rollback 1 of 3" in line for line in said) == 1
     assert result.metrics["center_accuracy"] > 0.5
 
 
@@ -365,9 +365,8 @@ def train_with_leaps(folder, count):
 def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys):
     result = train_with_leaps(tmp_path / "run", 1)
     said = capsys.readouterr().out
-    assert (
-        "all workers are rolled back to the newest good center (1 of 3 times in this epoch)" in said
-    )
+    count = "rollback 1 of 3 in this epoch"
+    assert f"all workers are rolled back to the newest good center ({count})" in said
     assert result.metrics["samples"] == 6 * 1438
     center = load_file(tmp_path / "run" / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
@@ -412,10 +411,10 @@ def test_the_same_center_is_bad_news_once_but_the_next_one_again():
 def test_a_replica_that_diverges_with_its_center_does_not_hide_that():
     stage = Stage().start()
     stage.step(diverged(stage, "w1"), *bad_center(stage, "w0"))
-    told = [said for said in stage.said if "times in this epoch" in said]
+    told = [said for said in stage.said if "(rollback " in said]
     assert [said.split("; ")[-1] for said in told] == [
-        "w1 is rolled back to the center (1 of 3 times in this epoch)",
-        "all workers are rolled back to the newest good center (2 of 3 times in this epoch)",
+        "w1 is rolled back to the center (rollback 1 of 3 in this epoch)",
+        "all workers are rolled back to the newest good center (rollback 2 of 3 in this epoch)",
     ]
 
 

@@ -119,7 +119,7 @@ def test_all_workers_but_the_leaving_ones_count_as_requested():
     floor.force.add("w3")
     floor.force.leave_out(("w1",))
     assert floor.force.num_coming == 4
-    floor.force.note_leaving("w0", "drains")
+    floor.force.note_leaving("w0", "is on a draining node")
     assert floor.force.num_coming == 3
     floor.force.remove("w2", "was lost")
     assert floor.force.num_coming == 2
@@ -127,10 +127,10 @@ def test_all_workers_but_the_leaving_ones_count_as_requested():
 
 def test_a_leaving_worker_is_no_candidate_and_its_cause_is_known():
     floor = Floor("w0", "w1")
-    floor.force.note_leaving("w1", "drains")
+    floor.force.note_leaving("w1", "is on a draining node")
     assert floor.phase("w1") is Phase.LEAVING
     assert (floor.candidates().ready, floor.candidates().absent) == (("w0",), ())
-    assert floor.candidates().causes == {"w1": "drains"}
+    assert floor.candidates().causes == {"w1": "is on a draining node"}
 
 
 def test_only_a_training_worker_can_stand_by():
@@ -145,9 +145,9 @@ def test_only_a_training_worker_can_stand_by():
 def test_why_a_worker_went_is_remembered_until_the_next_membership_has_formed():
     floor = Floor("w0", "w1", "w2")
     floor.force.remove("w1", "was lost")
-    floor.force.remove("w2", "drains")
+    floor.force.remove("w2", "is on a draining node")
     assert "w1" not in floor.force
-    assert floor.candidates().causes == {"w1": "was lost", "w2": "drains"}
+    assert floor.candidates().causes == {"w1": "was lost", "w2": "is on a draining node"}
     floor.form("w0")
     assert floor.candidates().causes == {}
     floor.force.remove("w9", "was lost")  # of whom nothing is known

@@ -85,7 +85,7 @@ def test_missing_members_are_named_with_the_time_out_to_raise():
     assert error.missing == ("a", "c")
     assert str(error) == (
         "forming group 'ring' (generation 4) failed: timed out after 0.05 s waiting for members "
-        "['a', 'c']; raise start_timeout_s of raydl.init_collective_group if they were only slow"
+        "a, c; raise start_timeout_s of raydl.init_collective_group if they were only slow"
     )
 
 

@@ -87,7 +87,7 @@ def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
     tmp_path, freezing, soon
 ):
     storage = Storage(str(tmp_path), filesystem=freezing)
-    monitor = SilenceMonitor(storage, "training goes on")
+    monitor = SilenceMonitor(storage, "training continues")
     storage.write_bytes("a", b"1")
     assert monitor.pop_message() is None
     freezing.thawed.clear()
@@ -95,7 +95,7 @@ def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
     thread.start()
     said = until(monitor.pop_message)
     assert said == (
-        f"the storage {tmp_path} has not answered for 0 s (to write b); training goes on"
+        f"the storage {tmp_path} has not answered for 0 s (to write b); training continues"
     )
     assert monitor.pop_message() is None
     freezing.thawed.set()
@@ -345,13 +345,13 @@ def test_each_of_many_scores_that_are_given_up_in_a_row_is_logged_with_its_numbe
     stage = Stage().start()
     for _ in range(12):
         stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
-    lines = [line for line in stage.said if "score was given up" in line]
+    lines = [line for line in stage.said if "evaluation was abandoned" in line]
     assert len(lines) == 12
-    assert lines[0] == "a score was given up: its process was killed, or crashed"
-    assert lines[-1].startswith("a score was given up, 12 in a row by now: its process was")
+    assert lines[0] == "an evaluation was abandoned: its process was killed, or crashed"
+    assert lines[-1].startswith("an evaluation was abandoned, 12 in a row: its process was")
     for _ in range(100):
         stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
-    assert len([line for line in stage.said if "score was given up" in line]) < 35
+    assert len([line for line in stage.said if "evaluation was abandoned" in line]) < 35
 
 
 # whole runs

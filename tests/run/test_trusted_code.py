@@ -100,9 +100,9 @@ def test_a_score_refuses_the_model_of_a_folder_before_it_is_imported(folder, cap
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        f"error: run/config.json names code that is not raydl's: model '{folder.module}:net'; it "
-        f"would be imported and run here: add --trust (in Python trust=True) if you trust all "
-        f"its writers\n"
+        f"error: run/config.json names code that is not raydl's: model '{folder.module}:net'; "
+        f"this command would import and run it: add --trust (in Python trust=True) if you trust "
+        f"everyone who can write to the run's folder\n"
     )
 
 

@@ -63,7 +63,7 @@ class Machines:
             "--deadline-remaining-seconds", "60",
         ]  # fmt: skip
         subprocess.run(words, check=True, capture_output=True, timeout=60)
-        self.run.until_said("drains")
+        self.run.until_said("draining node")
         self.run.until(lambda: self.run.status()["num_workers"] == 3)
         self.cluster.remove_node(node, allow_graceful=False)
 
