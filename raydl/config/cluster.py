@@ -26,7 +26,7 @@ class ScalingConfig:
     gpus_per_worker: float = field(default=0.0, metadata={"flag": "gpus-per-worker"})
     """GPUs that each worker reserves; above 0, it computes on CUDA."""
     use_gpu: bool = False
-    """Short for one GPU per worker."""
+    """Shorthand for one GPU per worker."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources that each worker reserves, by name."""
     start_timeout_s: float = 600.0
@@ -89,7 +89,8 @@ class ElasticConfig:
     """Seconds without an answer after which a worker or the center counts as lost."""
     leave_out_slow: bool = True
     """Leave out a straggler, a worker that the others wait for longer than recent rounds explain,
-    until it has caught up (synchronous methods)."""
+    until it has caught up (synchronous methods). A run with a fixed number of workers, as with
+    --deterministic, waits for it instead."""
     quorum: float = 0.5
     """Smallest share of the workers, in (0, 1], that must stay when stragglers are left out."""
     max_restarts: int = 20

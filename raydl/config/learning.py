@@ -38,7 +38,7 @@ class MethodConfig:
     """Workers that share one replica by summing their gradients, on one node if they fit; each
     group exchanges with the center as one."""
     dynamic_weights: bool = field(default=False, metadata={"flag": "dynamic-weights"})
-    """Pull a replica that is suddenly far from the center harder, and let it move the center
+    """If a replica is suddenly far from the center, pull it harder and let it move the center
     less."""
     strategy: str | None = None
     """Exchange strategy for a rule of your own: sync, async, hogwild or round_robin."""
@@ -191,7 +191,8 @@ class TrainingConfig:
     seed: int = field(default=0, metadata={"flag": "seed"})
     """Seed of the initial weights, the order of the samples and all other random numbers."""
     deterministic: bool = field(default=False, metadata={"flag": "deterministic"})
-    """Refuse settings that do not give the same bits for the same seed and the same workers."""
+    """Refuse settings that do not give the same bits for the same seed and the same workers. No
+    straggler is left out: the number of workers is fixed."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "samples", "patience", "batch_size", "microbatches"):

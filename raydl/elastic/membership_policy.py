@@ -129,7 +129,7 @@ class SyncMembership:
         if membership == run.membership:
             if not center.is_new:
                 return False
-            reason = "the center is back"
+            reason = "the center has restarted"
         elif not center.is_new and membership is not None:
             # No member leaves, and the replica of a newcomer is being handed over.
             is_growing = set(run.membership.worker_ids) < set(membership.worker_ids)
@@ -144,6 +144,7 @@ class SyncMembership:
         elastic, p = self.config.elastic, len(run.at_work)
         if not elastic.leave_out_slow or p == 1:
             return False
+        # With a fixed number of workers none can be left out: --deterministic relies on that.
         late = late_workers(
             self.worker_registry.waiting_s(run.at_work, generation=run.membership.generation),
             grace_s=self.stragglers.grace_s(),
@@ -202,7 +203,7 @@ class AsyncMembership:
         if membership is not None and run.lost:
             return self._without_the_lost(run)
         if membership is None:
-            self.log(f"{reason}: all leave after their next exchange")
+            self.log(f"{reason}: all workers leave after their next exchange")
             return Next.REGROUP
         self._dismiss_leavers(run)
         if membership.worker_ids == run.membership.worker_ids:

@@ -80,7 +80,7 @@ def test_waiting_is_bounded_and_the_log_gives_its_reason():
     stage = Stage().after(WorkerReady("w0"))
     stage.now = 6.0
     stage.step()
-    what = "waiting for 1 more worker(s), each needs {CPU: 1}; the cluster has {CPU: 1}"
+    what = "waiting for 1 more worker with {CPU: 1}; the cluster has {CPU: 1}"
     assert stage.said[-1] == f"1 of 2 workers are ready; {what}"
     stage.now = 61.0
     with pytest.raises(ResourceError, match=r"1 of 2 workers .* after 61 s; waiting for 1 more"):

@@ -96,7 +96,7 @@ def test_a_leaver_is_ended_however_its_loop_ended(outcome):
 def test_with_too_few_left_all_leave_and_the_run_waits_with_a_checkpoint():
     stage = stage_of(2).after(Lost("w1", DIED))
     assert (
-        stage.said[-1] == "1 of 2 workers are left (w1 was lost): all leave after their "
+        stage.said[-1] == "1 of 2 workers are left (w1 was lost): all workers leave after their "
         "next exchange"
     )
     assert stage.step() == [("change", 2, ("w0",))]

@@ -154,7 +154,7 @@ def test_two_drains_may_overlap():
     stage.step(Draining("w0"))
     stage.step(*stage.end("regroup", 7, "w0", "w1", "w2"), Published((0, 7)))
     assert ("form", 2, ("w2",), 7) in stage.step()
-    assert stage.said[-1] == "generation 2: w0 drains, w1 drains"
+    assert stage.said[-1] == "generation 2: w0 is on a draining node, w1 is on a draining node"
 
 
 def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_continues():
@@ -163,10 +163,11 @@ def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_continues():
     assert told == [("hand_in", "w0"), ("hand_in", "w1")]
     assert stage.step(HandedIn("w0", {}), HandedIn("w1", {})) == [("collect", 7, ("w0", "w1"))]
     assert stage.step(collected(7, "w0", "w1")) == [("end", "w0"), ("end", "w1")]
-    assert stage.said[-1] == "0 of 2 workers are left (w0 drains, w1 drains)"
+    why = "0 of 2 workers are left (w0 is on a draining node, w1 is on a draining node)"
+    assert stage.said[-1] == why
     stage.now += 20.0
     stage.step()
-    assert stage.said[-1].startswith("0 of 2 workers are left (w0 drains, w1 drains); waiting for")
+    assert stage.said[-1].startswith(f"{why}; waiting for")
     told = stage.step(WorkerReady("w2"), WorkerReady("w3"))
     assert told == [("hand_over", "w2", {}), ("hand_over", "w3", {})]
     assert ("form", 2, ("w2", "w3"), 7) in stage.step(TookOver("w2"), TookOver("w3"))
@@ -176,7 +177,7 @@ def test_below_the_minimum_it_does_not_wait_for_ever():
     stage = Stage().start().after(Lost("w1", DIED))
     stage.step(*stage.end("broken", 7, "w0"), Published((0, 7)))
     stage.now += 61.0
-    with pytest.raises(ResourceError, match=r"1 of 2 workers are left .* --resume goes on"):
+    with pytest.raises(ResourceError, match=r"1 of 2 workers are left .* --resume resumes the run"):
         stage.step()
 
 
@@ -254,6 +255,19 @@ def test_a_wait_in_an_earlier_generation_does_not_make_a_worker_late():
     assert ("abandon", 2) in late, "w0 keeps it waiting now"
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_late_worker_is_left_out_but_never_of_a_deterministic_run(is_deterministic):
+    """Deterministic runs have a fixed number of workers: no quorum is smaller than all of them."""
+    num_workers = 3 if is_deterministic else (2, 3)
+    stage = Stage(num_workers, deterministic=is_deterministic).start("w0", "w1", "w2")
+    for round in range(1, 8):
+        stage.step(*[report(w, round, generation=1, round_s=0.05) for w in ("w0", "w1", "w2")])
+    waiting = [report(w, 7, generation=1, waiting_s=900.0) for w in ("w0", "w1")]
+    told = stage.step(*waiting, report("w2", 7, generation=1))
+    assert (("abandon", 1) in told) is not is_deterministic
+    assert stage.state is (State.TRAINING if is_deterministic else State.RECOVERING)
+
+
 def test_a_center_that_never_starts_ends_the_run_with_a_sentence():
     stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
     stage.step(*stage.end("broken", 7, "w0", "w1"))
@@ -280,7 +294,7 @@ def test_a_leaver_and_a_loss_at_once():
     assert stage.state is State.RECOVERING
     stage.step(*stage.end("broken", 5, "w0", "w2"), Published((5,)))
     assert ("form", 2, ("w2",), 5) in stage.step()
-    assert stage.said[-1] == "generation 2: w0 drains, w1 was lost"
+    assert stage.said[-1] == "generation 2: w0 is on a draining node, w1 was lost"
 
 
 def test_a_worker_stuck_in_a_failed_exchange_is_left_out_and_rejoins():
@@ -310,7 +324,10 @@ def test_remaining_samples_wait_for_the_worker_that_has_claimed_them():
     stage.step(*stage.end("regroup", 6, "w0"), Published((6,)))  # nothing is left for it
     stage.step()
     assert stage.state is State.WAITING
-    assert stage.said[-1] == "all remaining samples are claimed by workers that were left out"
+    assert stage.said[-1] == (
+        "all remaining samples are claimed by workers that were left out; the run waits until "
+        "they return"
+    )
     stage.now += 9.0
     assert ("form", 3, ("w0", "w1"), 6) in stage.step()
 
@@ -326,7 +343,9 @@ def test_exchanges_that_break_without_a_cause_are_tried_again_but_not_for_ever()
         assert stage.said[-1].endswith("the same workers continue")
     stage.step(*stage.end("broken", 0, "w0", "w1"))
     stage.now += 2.5
-    with pytest.raises(ProcessLostError, match="a reset; it is loss 3 in a row"):
+    with pytest.raises(
+        ProcessLostError, match="a reset; this is loss 3 in a row without training progress"
+    ):
         stage.step()
 
 
@@ -338,7 +357,7 @@ def test_a_lost_center_is_started_again_while_the_workers_train_and_they_meet_th
     assert stage.step(Lost("center", DIED)) == [("rebuild_center", None)]
     assert stage.step() == []
     assert stage.step(Published((0,))) == [("vote", "regroup")]
-    assert stage.said[-1] == "the center is back: regrouping after this round"
+    assert stage.said[-1] == "the center has restarted: regrouping after this round"
     assert stage.step(*stage.end("regroup", 8, "w0", "w1")) == [("publish", "w0")]
     stage.step(Published((0, 8)), scored(8))
     assert stage.step() == [("form", 2, ("w0", "w1"), 8)]

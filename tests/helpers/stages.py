@@ -111,7 +111,7 @@ class FakeWorkerGroup:
         return True
 
     def waiting_for(self):
-        return "1 more worker(s), each needs {CPU: 1}; the cluster has {CPU: 1}"
+        return "1 more worker with {CPU: 1}; the cluster has {CPU: 1}"
 
     def __getattr__(self, name):
         return lambda *args: self.told.append((name, *args))
@@ -147,7 +147,7 @@ class Stage:
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
             scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=60.0),
-            training=TrainingConfig(epochs=5),
+            training=TrainingConfig(epochs=5, deterministic=more.pop("deterministic", False)),
             checkpoint=CheckpointConfig(**{"every_s": None, **more}),
             elastic=ElasticConfig(**elastic),
             optimizer=optimizer,
