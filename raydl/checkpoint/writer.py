@@ -264,7 +264,7 @@ class CheckpointWriter:
             self._writes.remove(future)
             error = future.exception()
             if error is not None and not isinstance(error, StateLostError):  # logged before
-                failures.append(f"{error}; training goes on; the next one may succeed")
+                failures.append(f"{error}; training continues; the next one may succeed")
         return failures
 
     @property

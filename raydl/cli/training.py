@@ -68,7 +68,7 @@ def _end_and_best(result: Result) -> str:
 
 def _last_scores(metrics: Mapping[str, Any]) -> str:
     if metrics["lacks_score"]:
-        return "scores: none of the last center"
+        return "scores: the last center was not evaluated"
     evaluations = metrics["evaluations"]
     return _scores(evaluations[-1]) if evaluations else "scores: none"
 

@@ -75,7 +75,8 @@ class ControlChannel:
         self._storage, self._clock = storage, clock
         self._silence = SilenceMonitor(
             storage,
-            "training goes on; files of the run, raydl status and raydl remove wait until it does",
+            "training continues; files of the run, raydl status and raydl remove wait until it "
+            "answers",
         )
         self._reported_at = self._polled_at = float("-inf")
         # Shared with the thread, under this lock:
@@ -201,8 +202,9 @@ class ControlChannel:
                 self.num_failures += 1
                 if self.num_failures == 1:
                     self._problem = (
-                        f"the run's folder {self._storage.root} failed: {error}; training goes on, "
-                        f"but raydl status and raydl remove do not work until it is back"
+                        f"the run's folder {self._storage.root} failed: {error}; training "
+                        f"continues, but raydl status and raydl remove do not work until it works "
+                        f"again"
                     )
             return False
         return True

@@ -72,7 +72,7 @@ class BadSamples:
             return ""
         self._log_from = 2 * self.num_samples
         count = f"{self.num_samples:,} samples" if self.num_samples > 1 else "a sample"
-        return f"left out {count} that cannot be read; the last: {last}"
+        return f"skipped {count} that cannot be read; the last: {last}"
 
 
 _EXAMPLES_EVERY_S = 20.0
@@ -202,8 +202,8 @@ class RunRecorder:
         self._writer.text("membership", self._memberships.markdown(), num_samples=self._text_at)
         members = dict.fromkeys((*membership.worker_ids, *membership.absent))
         if names := self._worker_curves.follow(members):
-            pairs = ", ".join(f"{worker_id} is {name}" for worker_id, name in names.items())
-            self.event(f"the curves of workers: {pairs}")
+            pairs = ", ".join(f"{worker_id} as {name}" for worker_id, name in names.items())
+            self.event(f"TensorBoard shows the curves of {pairs}")
         self._worker_steps = {w: s for w, s in self._worker_steps.items() if w in members}
         self._bad_samples.keep(members)
 
@@ -284,8 +284,8 @@ class RunRecorder:
         self._to_draw = None
         self._text_at = num_samples - 1
         self._log(
-            f"the center went back from {num_before:,} samples: the curves continue from "
-            f"{num_samples:,}",
+            f"the center was rolled back from {num_before:,} to {num_samples:,} samples; the "
+            f"curves continue from there",
             num_samples=num_samples,
         )
         self._writer.text("membership", self._memberships.markdown(), num_samples=num_samples)

@@ -50,8 +50,8 @@ def went_back(folder, store=None):
         recorder.record(record_at(num_samples), {"w0": report_of("w0", local_step=num_samples)})
         recorder.evaluated(replace(score_at(num_samples, ()), metrics={"accuracy": 0.5}))
     recorder.event("center was lost: its node went away")
-    recorder.event("generation 2: the center is back")
-    recorder.formed(Membership(2, ("w1",)), "the center is back")
+    recorder.event("generation 2: the center has restarted")
+    recorder.formed(Membership(2, ("w1",)), "the center has restarted")
     for num_samples in (25, 35):
         record = replace(with_progress(record_at(num_samples), generation=2), loss=0.1)
         recorder.record(record, {"w1": report_of("w1", local_step=num_samples)})
@@ -71,7 +71,7 @@ def test_the_curves_continue_where_the_center_does(tmp_path):
 
 def test_the_texts_of_tensorboard_report_the_rollback_and_the_members(tmp_path):
     _, memory = went_back(tmp_path)
-    sentence = "the center went back from 40 samples: the curves continue from 25"
+    sentence = "the center was rolled back from 40 to 25 samples; the curves continue from there"
     assert memory.sentences.count(sentence) == 1
     assert tensors(tmp_path, "events/text_summary")[-1] == (25, sentence.encode())
     samples, table = tensors(tmp_path, "membership/text_summary")[-1]
@@ -91,7 +91,7 @@ def test_the_report_has_one_branch_and_all_messages(tmp_path):
     assert [event.sentence for event in history.events][:3] == [
         "generation 1: w0 starts",
         "center was lost: its node went away",
-        "generation 2: the center is back",
+        "generation 2: the center has restarted",
     ]
     assert {at: row.worker_ids for at, row in history.memberships.items()} == {
         (1, 1): ("w0",),

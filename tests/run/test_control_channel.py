@@ -459,8 +459,8 @@ def test_a_folder_that_fails_does_not_stop_training_and_is_logged_once(tmp_path,
         wait_for(lambda: channel.num_failures > 5)
         sentence = wait_for(channel.pop_problem)
         assert sentence == (
-            f"the run's folder {tmp_path} failed: no route to host; training goes on, "
-            f"but raydl status and raydl remove do not work until it is back"
+            f"the run's folder {tmp_path} failed: no route to host; training continues, "
+            f"but raydl status and raydl remove do not work until it works again"
         )
         assert channel.pop_problem() is None
         storage.is_broken = False

@@ -37,7 +37,7 @@ def test_a_checkpoint_that_fails_is_logged_and_the_next_one_is_written():
     recorder.close()
     assert store.written == [2]
     assert memory.sentences == [
-        "checkpoint runs/x: could not be written: disk full; training goes on; "
+        "checkpoint runs/x: could not be written: disk full; training continues; "
         "the next one may succeed"
     ]
 
@@ -103,8 +103,8 @@ def test_samples_that_are_left_out_are_logged_less_and_less_often():
             reports = {worker_id: report_of(worker_id, local_step=count, left_out=count)}
             recorder.record(record_at(count), reports)
     assert [sentence.split(";")[0] for sentence in told[:2]] == [
-        "left out a sample that cannot be read",
-        "left out 2 samples that cannot be read",
+        "skipped a sample that cannot be read",
+        "skipped 2 samples that cannot be read",
     ]
     assert len(told) == 8
     assert told[0].endswith("the last: train-0.parquet, row group 3: row 2 holds no picture")
