@@ -39,7 +39,7 @@ class _SubmitOptions:
     run_name: str | None = None
     """Name of the run, to find it again; unset: METHOD-MODEL-DATE."""
     retries: int = 0
-    """How often to resubmit the run, which then resumes, if its driver is lost."""
+    """Number of times to resubmit the run if its driver is lost; each resubmission resumes it."""
     working_dir: str | None = None
     """Folder to upload with the job: your own code, fault plans, small data."""
     pip: Flag = False
@@ -151,9 +151,9 @@ def _check_size(folder: str) -> None:
     entries = ", ".join(f"{name} ({sizes[name] / _MIB:,.0f} MiB)" for name in largest)
     raise ConfigError(
         "submit.working_dir",
-        f"{folder} holds {total / _MIB:,.0f} MiB, Ray takes less than {limit / _MIB:,.0f} MiB; "
-        f"exclude entries in {folder}/.rayignore, or keep data in a storage that all nodes read; "
-        f"largest entries: {entries}",
+        f"{folder} holds {total / _MIB:,.0f} MiB, but Ray accepts less than {limit / _MIB:,.0f} "
+        f"MiB; exclude entries in {folder}/.rayignore, or keep data on storage that all nodes can "
+        f"read; largest entries: {entries}",
     )
 
 

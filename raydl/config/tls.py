@@ -80,8 +80,8 @@ def check_device(device: str, environment: Mapping[str, str]) -> None:
     if device == "cuda" and tls_files(environment) is not None:
         raise ConfigError(
             "exchange.resident",
-            "must be false with RAY_USE_TLS=1: NCCL, which sums on the device, has no TLS; gloo, "
-            "which sums in host memory, has",
+            "must be false with RAY_USE_TLS=1: NCCL, which sums on the device, does not support "
+            "TLS; gloo, which sums in host memory, does",
         )
 
 

@@ -126,7 +126,10 @@ def _from_ray_train(
         num_workers = context.get_world_size() if num_workers is None else num_workers
         worker_id = worker_id or f"w{context.get_world_rank()}"
     if not name:
-        raise ConfigError("name", "must be given outside Ray Train: workers of one name meet")
+        raise ConfigError(
+            "name",
+            "must be given outside Ray Train; workers with the same name train together",
+        )
     if num_workers is None:
         raise ConfigError("num_workers", "must be given outside Ray Train, as 4 or (2, 8)")
     return name, num_workers, worker_id

@@ -113,7 +113,7 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
     }
 
 
-def listed(resources: dict[str, float]) -> str:
+def listed(resources: Mapping[str, float]) -> str:
     """Return resources as text."""
     return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"
 
@@ -130,8 +130,8 @@ def describe_pending(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> 
             have, free = ray.cluster_resources(), ray.available_resources()
         except _RAY_ERRORS:  # no reason to fail the run
             parts.append(
-                f"{num_missing} more workers, {listed(need)} each; Ray does not report the "
-                f"cluster's resources"
+                f"{_wanted(num_missing, need, 'more ')}; Ray does not report the cluster's "
+                f"resources"
             )
         else:
             parts.append(what_is_missing(num_missing, need, have, _nodes_to_add(), free=free))
@@ -205,10 +205,7 @@ def what_is_missing(
     """
     names = sorted({*need, "CPU", "GPU"})
     present = {n: have.get(n, 0.0) for n in names if n in need or n in have}
-    sentence = (
-        f"{num_missing} more worker{'s' if num_missing > 1 else ''}: needs {listed(dict(need))} "
-        f"each; the cluster has {listed(present)}"
-    )
+    sentence = f"{_wanted(num_missing, need, 'more ')}; the cluster has {listed(present)}"
     if free is not None:
         sentence += f", free {listed({n: free.get(n, 0.0) for n in present})}"
     to_add = list(to_add)
@@ -221,6 +218,13 @@ def what_is_missing(
     if nodes:
         return f"{sentence}; the autoscaler can add {'; or '.join(nodes)}"
     return f"{sentence}; no node the autoscaler can add is large enough" if to_add else sentence
+
+
+def _wanted(count: int, need: Mapping[str, float], more: str = "") -> str:
+    """Return workers and their resources: ``2 more workers with {CPU: 1} each``."""
+    if count == 1:
+        return f"1 {more}worker with {listed(need)}"
+    return f"{count} {more}workers with {listed(need)} each"
 
 
 def check_room(scaling: ScalingConfig) -> None:
@@ -239,8 +243,8 @@ def check_room(scaling: ScalingConfig) -> None:
     to_lower = ["scaling.num_workers"] if fit else []
     to_lower += [_OPTIONS.get(name, "scaling.resources_per_worker") for name in scarce]
     raise ResourceError(
-        f"scaling.num_workers asks for {fewest} worker{'s' if fewest > 1 else ''} with "
-        f"{listed(need)} each, this machine has {listed(have)} and holds {fit}; lower "
+        f"scaling.num_workers requests {_wanted(fewest, need)}, but this machine has "
+        f"{listed(have)}, enough for {fit}; lower "
         f"{' or '.join(dict.fromkeys(to_lower))}"
     )
 

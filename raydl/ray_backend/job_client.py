@@ -87,7 +87,7 @@ class RayJobs:
         except (RuntimeError, ValueError, OSError) as error:
             if _code(error) in _NOT_READY or _NO_AGENT in str(error):
                 return _refusal(error)
-            raise RaydlError(f"the cluster did not take the job: {_refusal(error)}") from error
+            raise RaydlError(f"the cluster rejected the job: {_refusal(error)}") from error
         return None
 
     def look(self, job_id: str) -> JobState:
@@ -129,7 +129,7 @@ def _refusal(error: Exception) -> str:
     if _code(error) == "413":
         return (
             "the upload is larger than the cluster accepts (413); list files to leave out in "
-            ".rayignore, or keep data on storage that all nodes see"
+            ".rayignore, or keep data on storage that all nodes can read"
         )
     if _NO_AGENT in str(error):
         return (

@@ -63,7 +63,7 @@ def judge(state: JobState) -> tuple[Fate, int, str]:
     if code is not None and (code < 0 or code > 128):
         return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
     if code == WORTH_RETRYING:
-        return Fate.LOST, code, f"its machines failed (exit status {code}; see its last lines)"
+        return Fate.LOST, code, f"its machines failed (exit status {code}; see the end of its log)"
     if code is not None:
         return Fate.FAILED, code, f"the driver ended with exit status {code}"
     if state.error in _LOST_ERRORS:

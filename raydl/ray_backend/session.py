@@ -31,7 +31,10 @@ _START_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
 _beginning: Future[None] | None = None
 """The start of a local cluster that is under way."""
-_HINT = "put it into RAY_AUTH_TOKEN or ~/.ray/auth_token (on its head: ray get-auth-token)"
+_HINT = (
+    "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
+    "head prints it)"
+)
 
 
 def prepare() -> None:
@@ -275,7 +278,7 @@ def _check_answer(address: str, host_and_port: str) -> None:
     if answer == "UNAUTHENTICATED":
         if mode != "token":
             problem = f"requires a token but this process sends none (RAY_AUTH_MODE is {mode}); "
-            raise ClusterError(address, f"{problem}set RAY_AUTH_MODE=token; the token: {_HINT}")
+            raise ClusterError(address, f"{problem}set RAY_AUTH_MODE=token, and {_HINT}")
         token = _token()
         if not token:
             raise ClusterError(address, f"requires a token, and none was found; {_HINT}")
@@ -328,9 +331,9 @@ def _refusal(error: Exception) -> str:
     if "Version mismatch" in text and len(versions) == 2:
         (its_ray, its_python), (our_ray, our_python) = versions
         return (
-            f"runs Ray {its_ray} on Python {its_python}, this process Ray {our_ray} on Python "
-            f"{our_python}; install the cluster's versions here, or submit the run as a job, "
-            f"which uses the cluster's own"
+            f"runs Ray {its_ray} on Python {its_python}, but this process runs Ray {our_ray} on "
+            f"Python {our_python}; install the cluster's versions here, or submit the run as a "
+            f"job, which uses the cluster's own"
         )
     if isinstance(error, ValueError):
         return f"is not an address ({text}); give HOST:PORT of its head: the port is usually 6379"

@@ -150,7 +150,7 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
     with (tmp_path / "film.bin").open("wb") as file:
         file.truncate(600 * 2**20)  # sparse
     sentence = error_of(capsys, "--working-dir", ".", "--", "--epochs", "1")
-    assert "600 MiB, Ray takes less than 100 MiB" in sentence
+    assert "600 MiB, but Ray accepts less than 100 MiB" in sentence
     assert sentence.endswith("film.bin (600 MiB)")
     (tmp_path / ".rayignore").write_text("*.bin\n")
     submitting._check_size(".")

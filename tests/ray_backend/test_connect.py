@@ -117,7 +117,10 @@ def test_a_client_that_brings_no_token_hears_how_to_bring_one(monkeypatch):
 def test_a_client_that_finds_no_token_hears_where_it_is_looked_for(monkeypatch):
     with gcs(TOKEN) as address:
         sentence = refused(monkeypatch, address)
-    assert "requires a token, and none was found; put it into RAY_AUTH_TOKEN or" in sentence
+    assert (
+        "requires a token, and none was found; put the cluster's token into RAY_AUTH_TOKEN or"
+        in sentence
+    )
 
 
 def test_a_wrong_token_is_called_wrong_and_is_not_shown(monkeypatch):
@@ -158,7 +161,7 @@ def test_both_versions_are_reported_side_by_side(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **how: utils.check_version_info(cluster, "here"))
     with gcs(None) as address:
         sentence = refused(monkeypatch, address, mode="disabled")
-    ours = f"this process Ray {ray.__version__} on Python {sys.version.split()[0]}"
+    ours = f"but this process runs Ray {ray.__version__} on Python {sys.version.split()[0]}"
     assert f"runs Ray 2.9.1 on Python 3.9.2, {ours}; install the cluster's versions" in sentence
 
 

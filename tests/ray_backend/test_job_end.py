@@ -92,14 +92,14 @@ def test_an_answer_that_is_no_job_is_kept_as_the_reason(client):
     [
         (
             http_error(400, "Traceback (most recent call last):\n  File a\nValueError: bad pip\n"),
-            "did not take the job: ValueError: bad pip",
+            "rejected the job: ValueError: bad pip",
         ),
-        (http_error(413, "<html>"), "or keep data on storage that all nodes see"),
+        (http_error(413, "<html>"), "or keep data on storage that all nodes can read"),
         (PermissionError(13, "denied", "a.bin"), "denied: 'a.bin'"),
     ],
 )
 def test_a_refusal_is_one_sentence_with_the_reason(client, error, end):
-    with pytest.raises(RaydlError, match=r"^the cluster did not take the job: ") as caught:
+    with pytest.raises(RaydlError, match=r"^the cluster rejected the job: ") as caught:
         client(error, http_error(404, "Job x does not exist")).submit("x", "true")
     assert str(caught.value).endswith(end)
     assert "\n" not in str(caught.value)

@@ -16,7 +16,7 @@ from raydl.ray_backend.cluster import what_is_missing
 
 def test_the_needs_of_pending_workers_and_the_nodes_to_add_are_one_sentence():
     need, have = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 8.0, "memory": 1e9}
-    start = "2 more workers: needs {CPU: 1, GPU: 1} each; the cluster has {CPU: 8, GPU: 0}"
+    start = "2 more workers with {CPU: 1, GPU: 1} each; the cluster has {CPU: 8, GPU: 0}"
     assert what_is_missing(2, need, have) == start
     types = [("gpu", {"CPU": 4.0, "GPU": 1.0, "memory": 1e9}, 3), ("cpu", {"CPU": 4.0}, 9)]
     assert what_is_missing(2, need, have, types) == (
@@ -25,7 +25,7 @@ def test_the_needs_of_pending_workers_and_the_nodes_to_add_are_one_sentence():
     assert what_is_missing(2, need, have, types[1:]) == (
         f"{start}; no node the autoscaler can add is large enough"
     )
-    assert what_is_missing(1, {"tpu": 1.0}, {}).startswith("1 more worker: needs {tpu: 1} each;")
+    assert what_is_missing(1, {"tpu": 1.0}, {}).startswith("1 more worker with {tpu: 1};")
     assert what_is_missing(2, need, have, free={"CPU": 2.0}) == f"{start}, free {{CPU: 2, GPU: 0}}"
 
 
@@ -48,9 +48,9 @@ def workers(*process_ids):
     [
         ((7, 8, 9), 3, "3 starting workers"),
         ((7, 8, 9), (1, 3), "3 starting workers; 1 is enough"),
-        ((7, 0), 2, "1 starting worker and 1 more worker: needs {CPU: 0.5} each; the cluster "
+        ((7, 0), 2, "1 starting worker and 1 more worker with {CPU: 0.5}; the cluster "
          "has {CPU: 2}, free {CPU: 0}"),
-        ((0, 0), (2, 3), "2 more workers: needs {CPU: 0.5} each; the cluster has {CPU: 2}, "
+        ((0, 0), (2, 3), "2 more workers with {CPU: 0.5} each; the cluster has {CPU: 2}, "
          "free {CPU: 0}; 2 are enough"),
     ],
 )  # fmt: skip
@@ -68,10 +68,10 @@ def test_a_placed_worker_is_starting_and_only_the_others_need_resources(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"num_workers": 1, "gpus_per_worker": 1}, "asks for 1 worker with {CPU: 1, GPU: 1} each, "
-         "this machine has {CPU: 2, GPU: 0} and holds 0; lower scaling.gpus_per_worker"),
-        ({"num_workers": 3}, "asks for 3 workers with {CPU: 1} each, this machine has {CPU: 2} and "
-         "holds 2; lower scaling.num_workers or scaling.cpus_per_worker"),
+        ({"num_workers": 1, "gpus_per_worker": 1}, "requests 1 worker with {CPU: 1, GPU: 1}, "
+         "but this machine has {CPU: 2, GPU: 0}, enough for 0; lower scaling.gpus_per_worker"),
+        ({"num_workers": 3}, "requests 3 workers with {CPU: 1} each, but this machine has "
+         "{CPU: 2}, enough for 2; lower scaling.num_workers or scaling.cpus_per_worker"),
         ({"num_workers": 2}, None),
         ({"num_workers": (2, 9)}, None),
     ],
@@ -94,7 +94,7 @@ def test_a_cluster_that_does_not_report_its_resources_ends_no_run(monkeypatch):
         raise RpcError("gone")
 
     monkeypatch.setattr(cluster.ray, "cluster_resources", fail)
-    sentence = "2 more workers, {CPU: 1} each; Ray does not report the cluster's resources"
+    sentence = "2 more workers with {CPU: 1} each; Ray does not report the cluster's resources"
     assert cluster.describe_pending(workers(0, 0), ScalingConfig()) == sentence
 
 

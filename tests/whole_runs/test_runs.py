@@ -201,7 +201,7 @@ def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(
     monkeypatch.setattr(session, "connect", lambda: True)  # to a cluster of the run's own
     assert cli.main(["train", "--workers", "500", "--run-dir", str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
-    assert "error: scaling.num_workers asks for 500 workers" in told
+    assert "error: scaling.num_workers requests 500 workers" in told
     assert "lower scaling.num_workers or scaling.cpus_per_worker" in told
     assert "Traceback" not in told
 
