@@ -312,7 +312,7 @@ def _check_module(model: object, name: str) -> None:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ShapeError(
-            name, f"must be a torch.nn.Module, its builder returned an object of type {kind}"
+            name, f"must be a torch.nn.Module, but its builder returned an object of type {kind}"
         )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ShapeError(

@@ -100,7 +100,7 @@ def check_weights(
             f"{compression}, got {dtype}",
         )
     if not all(bool(torch.isfinite(p).all()) for p in parameters):
-        raise ShapeError(model, "must begin with finite parameters, some are NaN or infinite")
+        raise ShapeError(model, "must begin with finite parameters, but some are NaN or infinite")
 
 
 def _check(config: TrainConfig, method: Method) -> None:
@@ -123,7 +123,7 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
         raise ConfigError(
             "optimizer.name",
             f"cannot be {name} {where} on flat tensors: it depends on the shapes of parameters; "
-            f"take an elementwise optimizer, or a method with local steps",
+            f"choose an elementwise optimizer, or a method with local steps",
         )
     if method.strategy == "hogwild" and name != "sgd":
         raise ConfigError("optimizer.name", f"must be sgd {where} without a lock, got {name}")
@@ -132,7 +132,7 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
         raise ConfigError(
             "optimizer.decay_only_matrices",
             f"cannot be set {where} in parts, without the shapes of parameters; "
-            f"set exchange.fragments 1, or take a sync method",
+            f"set exchange.fragments 1, or choose a sync method",
         )
 
 
@@ -143,13 +143,13 @@ def _check_deterministic(config: TrainConfig, method: Method) -> None:
         raise ConfigError(
             "training.deterministic",
             f"is not possible with {method.name}: its workers exchange in no fixed order; "
-            f"take a sync method or original-easgd",
+            f"choose a sync method or original-easgd",
         )
     if config.optimizer.lr_schedule == "plateau":
         raise ConfigError(
             "training.deterministic",
             "is not possible with optimizer.lr_schedule plateau: the time of evaluations depends "
-            "on the clock; take step",
+            "on the clock; choose step",
         )
     if config.scaling.min_workers != config.scaling.max_workers:
         raise ConfigError(
@@ -175,7 +175,7 @@ def _check_beta(config: TrainConfig, method: Method) -> None:
         raise ConfigError(
             "method.beta",
             f"must be at most the {fewest} workers of the smallest membership, got {beta}: "
-            f"one exchange would close more than the whole gap",
+            f"one exchange would move a replica beyond the center",
         )
 
 
@@ -343,7 +343,7 @@ _ROWS = (
         strategy="async",
         period=1,
         lr=0.1,
-        sentence="SGD at the master, in the order of arrival; with a longer period Downpour",
+        sentence="SGD at the center, in order of arrival; with a longer period, Downpour",
     ),
     MethodRow(  # SC17 eq. 3 and 4, at the master
         name="async-msgd",
@@ -353,7 +353,7 @@ _ROWS = (
         lr=0.01,
         momentum=0.9,
         is_momentum_at_center=True,
-        sentence="async-sgd with momentum at the master",
+        sentence="async-sgd with momentum at the center",
     ),
     MethodRow(  # SC17, Hogwild SGD
         name="hogwild-sgd",
@@ -462,7 +462,8 @@ _ROWS = (
         period=20,
         outer=(0.7, 0.5),
         by_speed=True,
-        sentence="progress is applied on arrival, delayed Nesterov, local steps by speed",
+        sentence="progress is applied on arrival with delayed Nesterov; "
+        "faster workers take more local steps",
     ),
 )
 

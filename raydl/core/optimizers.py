@@ -217,11 +217,11 @@ def ignores_zero_gradients(config: OptimizerConfig, own: OwnOptimizer | None = N
 
 def no_gradient_text(names: Sequence[str]) -> str:
     """Return why a method with the optimizer at the center cannot train a model."""
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    others, them = (f" and {len(names) - 1} more", "them") if len(names) > 1 else ("", "it")
     return (
-        f"the loss did not reach the parameter {names[0]}{others}, which an optimizer at the "
-        f"center would update anyway; take a method with local steps (local-sgd), an optimizer "
-        f"without momentum and weight decay, or make the loss depend on all parameters"
+        f"the loss gives no gradient to the parameter {names[0]}{others}, but an optimizer at the "
+        f"center would update {them} anyway; choose a method with local steps (local-sgd), an "
+        f"optimizer without momentum and weight decay, or make the loss depend on all parameters"
     )
 
 
@@ -341,7 +341,7 @@ def named_optimizer(config: OptimizerConfig) -> OwnOptimizer | None:
             raise ConfigError("optimizer.name", f"{config.name} is no function of parameters")
         return own  # type: ignore[no-any-return]
     if config.name in _REFUSED:
-        problem = f"cannot be {config.name}: {_REFUSED[config.name]}; take adamw"
+        problem = f"cannot be {config.name}: {_REFUSED[config.name]}; choose adamw"
         raise ConfigError("optimizer.name", problem)
     if config.name not in OPTIMIZERS:
         raise UnknownNameError("optimizer.name", config.name, OPTIMIZERS)
@@ -380,7 +380,7 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
                 raise ConfigError(
                     f"optimizer.{name}",
                     f"is for optimizers by name; {config.name} is your own function: set it there, "
-                    f"and take a method without it",
+                    f"and choose a method without it",
                 )
         is_rprop = _unwrapped(own) is torch.optim.Rprop
     if is_rprop and config.warmup > 0:
@@ -404,7 +404,7 @@ def _check_named(config: OptimizerConfig) -> None:
             raise ConfigError(
                 f"optimizer.{name}",
                 f"has no meaning for {config.name}, got {getattr(config, name)}; unset it, "
-                f"or take a method without it",
+                f"or choose a method without it",
             )
     for name in config.parsed_options:
         if name in _BY_FIELD:
@@ -442,5 +442,5 @@ def check_for_model(
     except ValueError as error:
         raise ConfigError("optimizer.name", f"{config.name}: {error}") from error
     if isinstance(optimizer, LBFGS):
-        raise ConfigError("optimizer", f"cannot be LBFGS: {_REFUSED['lbfgs']}; take adamw")
+        raise ConfigError("optimizer", f"cannot be LBFGS: {_REFUSED['lbfgs']}; choose adamw")
     return optimizer.state_dict()

@@ -223,7 +223,7 @@ def require_fit(
     takes = "texts" if row.reads_texts else "pictures"
     fitting = [n for n, r in MODELS.items() if len(r.made_for[0]) == len(input_shape)]
     hint = f"choose {', '.join(fitting[:3])}" if fitting else "they need your own task"
-    raise ShapeError(name, f"takes {takes}, the data are {data}; {hint}")
+    raise ShapeError(name, f"takes {takes}, but the data are {data}; {hint}")
 
 
 __all__ = [

@@ -214,8 +214,9 @@ def test_an_optimizer_at_the_center_refuses_a_missing_gradient_at_the_step():
     with pytest.raises(StepError) as error:
         ensemble.run()
     assert str(error.value) == (
-        "local step 1 of worker w0: the loss did not reach the parameter experts.1.weight and 1 "
-        "more, which an optimizer at the center would update anyway; take a method with local "
+        "local step 1 of worker w0: the loss gives no gradient to the parameter "
+        "experts.1.weight and 1 more, but an optimizer at the center would update them anyway; "
+        "choose a method with local "
         "steps (local-sgd), an optimizer without momentum and weight decay, or make the loss "
         "depend on all parameters"
     )

@@ -384,7 +384,7 @@ def fails(x):
         (
             lambda shape, classes: 3,
             ShapeError,
-            r"must be a torch.nn.Module, its builder returned an object of type int$",
+            r"must be a torch.nn.Module, but its builder returned an object of type int$",
         ),
         (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), got \(shape\)"),
         (
