@@ -142,12 +142,16 @@ def mean_of(model, batch):
 @pytest.mark.parametrize(
     ("loss", "metrics", "sentence"),
     [
-        (lambda model, batch: None, None, "the loss must be one number in .*, it is a NoneType"),
-        (lambda model, batch: 0.5, None, "the loss must be one number in .*, it is a float"),
+        (
+            lambda model, batch: None,
+            None,
+            "the loss must be one number in .*, but it is a NoneType",
+        ),
+        (lambda model, batch: 0.5, None, "the loss must be one number in .*, but it is a float"),
         (
             lambda model, batch: model(batch["x"]),
             None,
-            r"must be one number, it has shape \[2, 2\]",
+            r"must be one number, but it has shape \[2, 2\]",
         ),
         (lambda model, batch: cross_entropy(model, batch).detach(), None, "has no gradient"),
         (
@@ -159,9 +163,9 @@ def mean_of(model, batch):
         (
             cross_entropy,
             lambda model, batch: {"x": "1"},
-            "metric x must be one number, the sum over the samples of a batch, it is a str",
+            "metric x must be one number, the sum over the samples of a batch, but it is a str",
         ),
-        (cross_entropy, mean_of, "metric loss must be the sum over .*, it is the mean"),
+        (cross_entropy, mean_of, "metric loss must be the sum over .*, but it is the mean"),
     ],
 )
 def test_invalid_losses_and_metrics_are_refused_before_any_process_starts(
@@ -177,10 +181,10 @@ def test_a_task_without_loss_among_its_metrics_is_refused(table, tmp_path):
         def metrics(self, model, batch):
             return {"ones": batch["y"].sum()}
 
-    with pytest.raises(ShapeError, match="must include loss, they are ones"):
+    with pytest.raises(ShapeError, match="must include loss, but they are ones"):
         train(Silent(line, cross_entropy), table, tmp_path)
     Silent.metrics = lambda self, model, batch: None
-    with pytest.raises(ShapeError, match="must be a dict of name and sum, they are a NoneType"):
+    with pytest.raises(ShapeError, match="must be a dict of name and sum, but they are a NoneType"):
         train(Silent(line, cross_entropy), table, tmp_path)
 
 

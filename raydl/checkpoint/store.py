@@ -424,7 +424,7 @@ class CheckpointStore:
         if found != expected:
             raise _DamagedError(
                 self._path(name),
-                f"{file_name} is damaged: it has {found.num_bytes} bytes, "
+                f"{file_name} is damaged: it has {found.num_bytes} bytes, but "
                 f"{expected.num_bytes} were written",
             )
         return SavedState(self._storage, path, expected)
@@ -504,7 +504,7 @@ class CheckpointStore:
             raise _DamagedError(self._path(name), f"its manifest is damaged: {error}") from error
         raise CheckpointError(
             self._path(name),
-            f"has format {manifest['format']}, this raydl reads up to {FORMAT}; update raydl",
+            f"has format {manifest['format']}, but this raydl reads up to {FORMAT}; update raydl",
         )
 
     def _path(self, name: str) -> str:

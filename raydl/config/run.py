@@ -68,7 +68,8 @@ class EvaluationConfig:
     every_samples: int | None = None
     """Samples of all workers between two evaluations, instead of epochs."""
     batch_size: int = 128
-    """Samples in one evaluation step; many more would not keep the activations in the cache."""
+    """Samples in one evaluation step; with many more, the activations no longer fit in the
+    cache."""
 
     def __post_init__(self) -> None:
         require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)

@@ -90,7 +90,7 @@ def find_layout(source: str) -> Layout:
         return _of_folder(place)
     if not place.is_file():
         if re.fullmatch(r"[\w-]+", source):
-            setting = "data: no such file or folder is there, and the bundled data"
+            setting = "data names no file or folder, and the list of bundled data"
             raise UnknownNameError(setting, source, _BUNDLED)
         raise DataError(source, "there is no such file or folder")
     if place.path.endswith(".npz"):

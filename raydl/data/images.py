@@ -191,7 +191,7 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
                 size, first_size = ("x".join(map(str, p.shape[1:])) for p in (picture, images[0]))
                 raise DataError(
                     source,
-                    f"the picture in row {row} is {size}, the first one {first_size} "
+                    f"the picture in row {row} is {size}, but the first one is {first_size} "
                     f"(height x width); all must have one size",
                 )
             images[row] = picture

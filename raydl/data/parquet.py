@@ -197,8 +197,8 @@ def _check_like(schema: pa.Schema, first: pa.Schema, columns: Sequence[str], sou
         if type != first_type:
             raise DataError(
                 source,
-                f"column {name!r} holds {type}, in the first file {first_type}; all files must "
-                f"hold one type",
+                f"column {name!r} holds {type}, but in the first file {first_type}; all files "
+                f"must hold one type",
             )
 
 

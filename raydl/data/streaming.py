@@ -157,8 +157,8 @@ class StreamedPictures(InRowGroups[_Group]):
                 )
                 raise DataError(
                     name,
-                    f"the picture in row {row} is {size}, the first one {first_size}; all must "
-                    f"have one size",
+                    f"the picture in row {row} is {size}, but the first one is {first_size}; all "
+                    f"must have one size",
                 )
             return picture, label
         except DataError as error:

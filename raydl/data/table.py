@@ -87,7 +87,7 @@ class StreamedTable(InRowGroups[Columns]):
             if array.dtype != self._dtypes[column]:
                 raise DataError(
                     name,
-                    f"column {column!r} holds {array.dtype}, in the first row group "
+                    f"column {column!r} holds {array.dtype}, but in the first row group "
                     f"{self._dtypes[column]}; all must hold one type",
                 )
 

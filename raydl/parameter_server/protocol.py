@@ -46,7 +46,8 @@ def refusal_of(message_id: MessageId, entered: int | None, generation: int) -> s
         return f"{refused}: it is no longer a member (generation {generation})"
     if entered != message_id.generation:
         return (
-            f"{refused}: it entered generation {entered}, the message is of {message_id.generation}"
+            f"{refused}: it entered generation {entered}, but the message is of generation "
+            f"{message_id.generation}"
         )
     return ""
 

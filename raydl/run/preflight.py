@@ -105,7 +105,7 @@ def first_samples(batches: Batches, wanted: int) -> Any:
         batch = batches.batch(np.arange(min(count, batches.num_samples)))
         if num_samples_of(batch) >= wanted:
             return part_of(batch, 0, wanted)
-    raise DataError("the training set", f"has no {wanted} readable samples at its start")
+    raise DataError("the training set", f"has fewer than {wanted} readable samples at its start")
 
 
 def _check_gradients(task: Task, flat: FlatModel, batch: Batch) -> None:
@@ -132,9 +132,9 @@ def _check_names(name: str, before: Collection[str], model: nn.Module) -> None:
 def _check_loss(name: str, loss: Any) -> None:
     """Raise a ShapeError unless the loss is one number with a gradient."""
     if not isinstance(loss, Tensor):
-        problem = f"must be one number in a torch.Tensor, it is a {type(loss).__name__}"
+        problem = f"must be one number in a torch.Tensor, but it is a {type(loss).__name__}"
     elif loss.shape != ():
-        problem = f"must be one number, it has shape {list(loss.shape)}"
+        problem = f"must be one number, but it has shape {list(loss.shape)}"
     elif not loss.requires_grad:
         problem = (
             "has no gradient; compute it from the model's parameters, with no detach(), item() or "
@@ -156,7 +156,7 @@ def _try_metrics(task: Task, model: nn.Module, batch: Batch) -> dict[str, float]
         metrics = _sums(task.name, task.metrics(model, batch))
         if "loss" not in metrics:
             raise ShapeError(
-                task.name, f"the metrics must include loss, they are {', '.join(metrics)}"
+                task.name, f"the metrics must include loss, but they are {', '.join(metrics)}"
             )
         _require_sums(task, model, batch, metrics)
     model.train()
@@ -176,8 +176,8 @@ def _require_sums(task: Task, model: nn.Module, batch: Batch, metrics: dict[str,
         if count > 1 and _is_near(value, total / count) and not _is_near(value, total):
             raise ShapeError(
                 task.name,
-                f"the metric {name} must be the sum over the samples of a batch, it is the mean; "
-                f"multiply it by their number",
+                f"the metric {name} must be the sum over the samples of a batch, but it is the "
+                f"mean; multiply it by their number",
             )
 
 
@@ -185,13 +185,14 @@ def _sums(task: str, metrics: Any) -> dict[str, float]:
     """Return the metrics as numbers; raise a ShapeError if they are not."""
     if not isinstance(metrics, Mapping):
         raise ShapeError(
-            task, f"the metrics must be a dict of name and sum, they are a {type(metrics).__name__}"
+            task,
+            f"the metrics must be a dict of name and sum, but they are a {type(metrics).__name__}",
         )
     for name, value in metrics.items():
         if not isinstance(value, (Tensor, int, float, np.number)):
-            problem = f"it is a {type(value).__name__}"
+            problem = f"but it is a {type(value).__name__}"
         elif isinstance(value, Tensor) and value.numel() != 1:
-            problem = f"it has shape {list(value.shape)}"
+            problem = f"but it has shape {list(value.shape)}"
         else:
             continue
         raise ShapeError(
@@ -211,6 +212,6 @@ def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
     if config.training.stop_at_accuracy is not None and "accuracy" not in scores:
         raise ConfigError(
             "training.stop_at_accuracy",
-            f"needs a task that measures accuracy, this one measures {', '.join(scores)}; "
+            f"needs a task that measures accuracy, but this one measures {', '.join(scores)}; "
             f"omit it, or use training.patience",
         )

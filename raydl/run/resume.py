@@ -129,13 +129,14 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
     """
     if num_before != order.num_samples:
         raise ConfigError(
-            "data", f"has {order.num_samples} training samples, the run began with {num_before}"
+            "data", f"has {order.num_samples} training samples, but the run began with {num_before}"
         )
     if name_before and name_before != order.name:
         raise ConfigError(
             "input",
-            f"has the samples {order.name}, the run began with them {name_before}, so some would "
-            f"be trained on twice; keep the settings of input, and row groups or blocks, to resume",
+            f"orders the samples differently ({order.name}) than at the start of the run "
+            f"({name_before}), so some would be trained on twice; keep the settings of input, "
+            f"and row groups or blocks, to resume",
         )
 
 

@@ -314,7 +314,7 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
             )
         if _is_sorted(part):
             warnings.append(
-                f"{part.name} is sorted by class, a row group holds "
+                f"{part.name} is sorted by class, and a row group holds "
                 f"{part.classes_per_group:.1f} of {np.count_nonzero(part.class_counts)} classes; "
                 f"streaming mixes only a few row groups, so shuffle the rows first "
                 f"({_CONVERT} --shuffle does it for class folders and arrays)"
@@ -323,8 +323,8 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
     unread = [column.name for column in info.columns if column.shape is None]
     if unread:
         warnings.append(
-            f"{', '.join(unread)}: not numeric, a run cannot read such a column; name the other "
-            f"columns with --input.columns"
+            f"{', '.join(unread)}: a run cannot read columns that are not numeric; name the "
+            f"other columns with --input.columns"
         )
     if info.kind != "parquet" and info.decoded_bytes > config.max_memory_bytes:
         warnings.append(

@@ -119,7 +119,7 @@ def test_no_checkpoint_and_only_damaged_ones_are_one_sentence(tmp_path):
     manifest = tmp_path / "checkpoints/round-00000001/manifest.json"
     values = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**values, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this raydl reads up to 2"):
+    with pytest.raises(CheckpointError, match="has format 99, but this raydl reads up to 2"):
         store.read()
 
 

@@ -239,7 +239,7 @@ def broken(tmp_path, case):
         ("label beyond the names", "row 11 has label 7; labels must be 0 to 1"),
         ("broken picture", "the picture in row 1 does not decode"),
         ("no picture", "row 0 is not a picture"),
-        ("two sizes", "the picture in row 11 is 7x7, the first one 5x6"),
+        ("two sizes", "the picture in row 11 is 7x7, but the first one is 5x6"),
         ("test of another size", "training pictures are 1x5x6 .* test pictures are 1x7x7"),
         ("too few to split", "only 5 pictures: too few to split"),
         ("idx cut off", "must hold 360 bytes after its header .* got 353"),

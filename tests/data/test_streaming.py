@@ -501,7 +501,7 @@ SENTENCES = {
     "null": "row group 3: row 2 holds no picture",
     "label": "row group 3: row 2 has label 9; labels must be 0 to 2",
     "no label": "row group 3: row 2 has no label",
-    "size": "row group 3: the picture in row 2 is 1x5x4, the first one 1x4x4",
+    "size": "row group 3: the picture in row 2 is 1x5x4, but the first one is 1x4x4",
 }
 
 

@@ -218,13 +218,13 @@ def test_the_data_decide_the_task_of_a_model():
 @pytest.mark.parametrize(
     ("model", "shape", "sentence"),
     [
-        ("lenet", TEXTS, "model lenet: takes pictures, the data are texts of 4 tokens out of 256; "
-                         "choose gpt-nano, gpt-mini, gpt2"),
+        ("lenet", TEXTS, "model lenet: takes pictures, but the data are texts of 4 tokens out of "
+                         "256; choose gpt-nano, gpt-mini, gpt2"),
         ("mlp", TEXTS, "model mlp: takes pictures"),
-        ("gpt-nano", PICTURES, "model gpt-nano: takes texts, the data are 1x8x8 pictures of 10 "
+        ("gpt-nano", PICTURES, "model gpt-nano: takes texts, but the data are 1x8x8 pictures of 10 "
                                "classes; choose lenet, lenet5, mlp"),
         ("lenet", DataShape((), 0, columns={"x": (), "y": ()}),
-         "model lenet: takes pictures, the data are rows of x, y; they need your own task"),
+         "model lenet: takes pictures, but the data are rows of x, y; they need your own task"),
     ],
 )  # fmt: skip
 def test_a_model_of_another_kind_of_data_is_refused_in_one_sentence(model, shape, sentence):
@@ -367,7 +367,7 @@ def test_the_last_line_shows_no_score_of_an_earlier_center(monkeypatch, capsys):
     result = type("Result", (), {"metrics": figures, "path": "runs/a", "stopped_by": ""})
     monkeypatch.setattr(Trainer, "fit", lambda self: result)
     assert cli.main(["train"]) == 0
-    assert "center test scores: none of the last center" in capsys.readouterr().out
+    assert "center test scores: the last center was not evaluated" in capsys.readouterr().out
 
 
 @pytest.mark.processes

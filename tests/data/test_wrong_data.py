@@ -60,7 +60,7 @@ class InMemory:
 @BOTH
 def test_files_with_columns_of_different_types_are_refused(tmp_path, input):
     source = write(tmp_path, train_0={"y": [1, 2]}, train_1={"y": [0.5]}, test_0={"y": [1]})
-    with pytest.raises(DataError, match=r"train-1.*'y' holds double, in the first file int64"):
+    with pytest.raises(DataError, match=r"train-1.*'y' holds double, but in the first file int64"):
         load(source, input=input)
 
 
@@ -68,7 +68,7 @@ def test_files_of_different_types_are_converted_to_one_where_nothing_is_lost(tmp
     (tmp_path / "in").mkdir()
     narrow = {"y": pa.array([3], pa.int32())}
     source = write(tmp_path / "in", train_0={"y": [1, 2]}, train_1=narrow, test_0={"y": [1]})
-    with pytest.raises(DataError, match="'y' holds int32, in the first file int64"):
+    with pytest.raises(DataError, match="'y' holds int32, but in the first file int64"):
         load(source, input=NEVER)
     convert(source, str(tmp_path / "out"))
     assert load(str(tmp_path / "out"), input=NEVER).train.columns["y"].tolist() == [1, 2, 3]
@@ -78,7 +78,7 @@ def test_row_groups_of_other_types_than_the_first_are_refused():
     groups = InMemory(pa.table({"y": [1, 2]}), pa.table({"y": [0.5, 0.7]}))
     data = streamed(groups, InMemory(groups.tables[0]), names=(), source="", input=ALWAYS)
     data.train.fetch(np.arange(2))
-    with pytest.raises(DataError, match="group 1: column 'y' holds float32, in the first row"):
+    with pytest.raises(DataError, match="group 1: column 'y' holds float32, but in the first row"):
         data.train.fetch(np.arange(4))
 
 
@@ -197,7 +197,7 @@ def test_a_model_is_tried_on_two_samples_that_can_be_read():
     for batches.num_bad in (0, 1, 31, 38):
         assert [len(tensor) for tensor in first_samples(batches, 2)] == [2, 2]
     batches.num_bad = 39
-    with pytest.raises(DataError, match="has no 2 readable samples"):
+    with pytest.raises(DataError, match="has fewer than 2 readable samples"):
         first_samples(batches, 2)
 
 

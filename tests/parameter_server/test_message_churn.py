@@ -153,7 +153,7 @@ def test_a_message_from_before_a_worker_entered_again_is_refused():
         shard.change(Membership(generation, workers))
         change(coordinator, generation, *workers)
     enter(coordinator, "w1", generation=3)
-    assert "w1: it entered generation 3, the message is of 1" in (
+    assert "w1: it entered generation 3, but the message is of generation 1" in (
         shard.exchange(request("w1", 5, [1, 2], generation=1)).refusal
     )
     assert settle(coordinator, "w1", generation=1) is None

@@ -124,8 +124,8 @@ def test_an_answer_and_a_copy_do_not_change_with_the_center():
     ("worker_id", "generation", "reason"),
     [
         ("w2", 0, "w2: it is no longer a member (generation 3)"),
-        ("w1", 0, "w1: it entered generation 3, the message is of 0"),
-        ("w0", 3, "w0: it entered generation 0, the message is of 3"),
+        ("w1", 0, "w1: it entered generation 3, but the message is of generation 0"),
+        ("w0", 3, "w0: it entered generation 0, but the message is of generation 3"),
     ],
 )
 def test_the_answer_to_a_refused_message_has_the_reason_and_no_values(

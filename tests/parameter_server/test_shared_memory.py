@@ -165,7 +165,9 @@ def test_a_newcomer_in_the_slot_of_another_worker_does_not_count_as_it():
     before = reach(shard, "w1")
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w2")))
-    with pytest.raises(ExchangeError, match="entered generation 3, the message is of 1"):
+    with pytest.raises(
+        ExchangeError, match="entered generation 3, but the message is of generation 1"
+    ):
         before.begin(torch.ones(2), torch.zeros(0), Header())
     stays = reach(shard, "w0")
     move(stays, torch.tensor([4.0, 8.0]))

@@ -60,7 +60,7 @@ def test_a_run_resumes_with_its_samples_in_the_same_order(tmp_path):
 
 
 def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
-    with pytest.raises(ConfigError, match="has 24 training samples, the run began with 23"):
+    with pytest.raises(ConfigError, match="has 24 training samples, but the run began with 23"):
         resume(tmp_path, Shuffled(24, 0))
 
 

@@ -501,7 +501,9 @@ def test_info_lists_the_columns_of_a_table_and_counts_the_tokens_of_a_text(tmp_p
         ("y", "int64", ()),
         ("note", "string", None),
     ]
-    assert found.warnings[0].startswith("note: not numeric, a run cannot read such a column")
+    assert found.warnings[0].startswith(
+        "note: a run cannot read columns that are not numeric; name"
+    )
     np.save(tmp_path / "t.npy", np.arange(50, dtype=np.uint16))
     found = inspect(str(tmp_path / "t.npy"))
     assert (found.holds, found.num_tokens, found.vocabulary) == ("text", 50, 50)
