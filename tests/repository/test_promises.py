@@ -35,7 +35,7 @@ ARITHMETIC = (
 def packages():
     """Return the packages and top-level modules of raydl, in the order of the docs."""
     text = (ROOT / "docs/architecture.md").read_text()
-    block = re.search(r"^## The tree\n.*?^```text\n(.*?)^```", text, re.M | re.S)[1]
+    block = re.search(r"^## Source layout\n.*?^```text\n(.*?)^```", text, re.M | re.S)[1]
     return [line.split()[0] for line in block.splitlines()]
 
 
