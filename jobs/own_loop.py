@@ -64,7 +64,7 @@ def main() -> None:
         ray.init()
     Actor = ray.remote(num_cpus=0.5)(Worker)
     actors = [Actor.remote() for _ in range(NUM_WORKERS)]
-    accuracies = ray.get([actor.train.remote(20) for actor in actors])
+    accuracies = ray.get([actor.train.remote(40) for actor in actors])
     print(f"center test accuracy {accuracies[0]:.2%}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -163,6 +164,7 @@ def _start_here() -> None:
     import ray
 
     _check_certificates()
+    _draw_ids_from_the_system()
     with _redacted_command(), _on_the_loopback():
         ray.init(
             address="local",
@@ -174,6 +176,18 @@ def _start_here() -> None:
         )
     logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
+
+
+def _draw_ids_from_the_system() -> None:
+    """Make Ray draw the ids of this driver's subscribers from the system's random numbers.
+
+    Ray draws them from Python's global generator, which the driver of a run seeds. Two drivers with
+    one seed would have the same ids: each would receive only some of its workers' output, and both
+    would poll the cluster's control store without a pause. Ray has no setting for it.
+    """
+    from ray import _raylet
+
+    _raylet.random = random.SystemRandom()  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -244,6 +258,7 @@ def _join(address: str) -> None:
         )
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
     _check_certificates()
+    _draw_ids_from_the_system()
     if address == "auto":  # as ray.init does for a cluster that it finds
         authentication_token_setup.maybe_enable_token_auth_if_token_available(
             warn_if_disabled=False

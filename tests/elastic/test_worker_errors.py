@@ -568,7 +568,7 @@ def test_a_flaky_disk_one_bad_step_and_a_held_interpreter_lock_cost_a_run_nothin
     assert result["samples"] == 20 * 1438
     for said in (
         r"(w\d) was lost: the machine of \1 failed: OSError: \[Errno 5\] Input/output error",
-        r"of worker (w\d); lower .*; \1 is rolled back to the center \(1 of 3 times",
+        r"of worker (w\d); lower .*; \1 is rolled back to the center \(rollback 1 of 3",
         r"(w\d) has not answered for .* but is busy: a long call may hold the interpreter lock",
     ):
         assert re.search(said, done.stdout), done.stdout

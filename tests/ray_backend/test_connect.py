@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import ray
+from ray import _raylet
 from ray._private import services, utils
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -221,6 +223,30 @@ def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
         ray_session.connect()
     init.problem = None
     assert ray_session.connect() is True
+
+
+@pytest.mark.parametrize("address", ["", "join"])
+def test_drivers_with_one_seed_have_subscribers_with_different_ids(monkeypatch, address):
+    """With one id each would miss messages of its own, and both would poll without a pause."""
+    monkeypatch.setattr(_raylet, "random", random)
+    monkeypatch.setattr(ray_session, "_beginning", None)
+    monkeypatch.setattr(ray_session.atexit, "register", lambda *_: None)
+    drawn = []
+
+    def init(**how):
+        seeded = random.getstate()
+        _raylet.GcsLogSubscriber(address="127.0.0.1:1")
+        drawn.append(random.getstate() == seeded)
+
+    with gcs(None) as own:
+        for name, value in {"RAY_ADDRESS": address and own, "RAY_AUTH_MODE": "disabled"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "init", init)
+        for _ in range(2):
+            random.seed(0)
+            ray_session.connect()
+    assert drawn == [True, True], "the id depends on the seed"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "auto"])

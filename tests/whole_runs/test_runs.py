@@ -126,7 +126,7 @@ def whole(tmp_path_factory):
     while run.process.poll() is None:
         run.listened |= run.listeners()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            run.process.wait(timeout=0.5)
+            run.process.wait(timeout=1.0)
     assert run.wait() == 0, run.output
     return run
 
