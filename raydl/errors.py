@@ -160,7 +160,7 @@ class ClusterError(RaydlError):
     """The Ray cluster cannot be joined.
 
     Args:
-        address: the value of ``RAY_ADDRESS``.
+        address: the value of ``RAY_ADDRESS``; "local" for a cluster that this process starts.
         problem: what the cluster did, and what to change.
     """
 
@@ -169,6 +169,8 @@ class ClusterError(RaydlError):
         self.address, self.problem = self.args
 
     def __str__(self) -> str:
+        if self.address == "local":
+            return f"the Ray cluster of this run {self.problem}"
         return f"the Ray cluster at {self.address} (RAY_ADDRESS) {self.problem}"
 
 

@@ -43,9 +43,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("untimed")
 
 
+# The longest modules come first, so that none of them runs alone at the end. The third starts no
+# Ray: Ray gives up if a node takes 30 s to start, and the first two start many at once.
+_FIRST = ["test_counting", "test_elastic_runs", "test_s3", "test_jobs", "test_runs"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest tests, so that none of them runs alone at the end."""
-    items.sort(key=lambda item: "whole_runs" not in item.path.parts)
+    def place(item: pytest.Item) -> int:
+        name = item.path.stem
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -166,14 +166,25 @@ def _start_here() -> None:
     _check_certificates()
     _draw_ids_from_the_system()
     with _redacted_command(), _on_the_loopback():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            # No warnings yet: in a thread Ray warns that it sets no handler for SIGTERM.
-            logging_level=logging.ERROR,
-            # The processes that Ray starts in advance, one per core, import torch before an actor.
-            _system_config={"preload_python_modules": ["torch"]},
-        )
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                # No warnings yet: in a thread Ray warns that it sets no handler for SIGTERM.
+                logging_level=logging.ERROR,
+                # The processes that Ray starts in advance, one per core, import torch before an
+                # actor.
+                _system_config={"preload_python_modules": ["torch"]},
+            )
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            raise ClusterError(
+                "local",
+                "did not start within 30 s, Ray's limit: this machine is very busy, or lacks "
+                "memory or disk space; try again, or start a cluster with ray start and set "
+                "RAY_ADDRESS=auto",
+            ) from error
     logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
 

@@ -225,6 +225,14 @@ def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
     assert ray_session.connect() is True
 
 
+def test_a_cluster_of_ones_own_that_does_not_start_in_time_is_one_sentence(init):
+    init.problem = Exception("The current node timed out during startup. This could happen because")
+    init.may_end.set()
+    begin()
+    with pytest.raises(ClusterError, match=r"^the Ray cluster of this run did not start within 30"):
+        ray_session.connect()
+
+
 @pytest.mark.parametrize("address", ["", "join"])
 def test_drivers_with_one_seed_have_subscribers_with_different_ids(monkeypatch, address):
     """With one id each would miss messages of its own, and both would poll without a pause."""

@@ -46,8 +46,11 @@ class Machines:
         self.run.until_said("was lost")
 
     def halt_worker(self):
+        # The cause in the log depends on whether the node answers soon, too.
+        silent = "was lost: it did not answer for"
+        before = self.run.output.count(silent)
         self.signal("WorkerActor", signal.SIGSTOP)
-        self.run.until_said("its process is stopped")
+        self.run.until(lambda: self.run.output.count(silent) > before)
 
     def kill_center(self):
         self.signal("CenterActor", signal.SIGKILL)
