@@ -32,7 +32,7 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,7 +57,6 @@ _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
 _CANCEL_S = 10.0
 """Time-out for distant workers to stop writing, in seconds."""
-_Read = Callable[[str], Iterable[Any]]
 _Types = dict[str, tuple[type, ...]]
 _MANIFEST: _Types = {
     "round": (int,),
@@ -390,44 +389,42 @@ class CheckpointStore:
 
     def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
         """Return the content of a file that matches its manifest."""
-        data = bytearray()
-
-        def read(path: str) -> Iterator[memoryview]:
-            nonlocal data
+        path, expected = self._entry(name, file_name, manifest)
+        with self._unreadable_is_damage(name, file_name):
             data = self._storage.read_whole(path)
-            for start in range(0, len(data), tensor_files.PIECE_BYTES):
-                yield memoryview(data)[start : start + tensor_files.PIECE_BYTES]
-
-        self._verified(name, file_name, manifest, read)
+        self._compare(name, file_name, Sum.of([data]), expected)
         return data
 
-    def _verified(
-        self, name: str, file_name: str, manifest: dict[str, Any], read: _Read | None = None
-    ) -> SavedState:
-        """Read a file of a checkpoint, compare it with the manifest, and return its place.
+    def _verified(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
+        """Read a file in pieces, compare it with the manifest, and return its place."""
+        path, expected = self._entry(name, file_name, manifest)
+        with self._unreadable_is_damage(name, file_name):
+            found = Sum.of(self._storage.read_pieces(path))
+        self._compare(name, file_name, found, expected)
+        return SavedState(self._storage, path, expected)
 
-        Args:
-            name: the checkpoint.
-            file_name: the file.
-            manifest: of the checkpoint.
-            read: yields the content of the file at a path; None to read it in pieces.
-        """
+    def _entry(self, name: str, file_name: str, manifest: dict[str, Any]) -> tuple[str, Sum]:
+        """Return the path of a file, and its size and checksum in the manifest."""
         entry = manifest["files"].get(file_name)
         if entry is None:
             raise _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
-        path, expected = f"{_FOLDER}/{name}/{file_name}", Sum(entry["bytes"], entry["crc32"])
+        return f"{_FOLDER}/{name}/{file_name}", Sum(entry["bytes"], entry["crc32"])
+
+    @contextmanager
+    def _unreadable_is_damage(self, name: str, file_name: str) -> Iterator[None]:
         try:
-            found = Sum.of((read or self._storage.read_pieces)(path))
+            yield
         except OSError as error:
             problem = f"{file_name} cannot be read: {error}"
             raise _DamagedError(self._path(name), problem) from error
+
+    def _compare(self, name: str, file_name: str, found: Sum, expected: Sum) -> None:
         if found != expected:
             raise _DamagedError(
                 self._path(name),
                 f"{file_name} is damaged: it has {found.num_bytes} bytes, but "
                 f"{expected.num_bytes} were written",
             )
-        return SavedState(self._storage, path, expected)
 
     def has_trained(self, round: int) -> bool:
         """Whether the run's folder holds the trained weights of a run that finished at a round.
