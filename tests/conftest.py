@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 # torch records the stack at each seed, for devices that are not in use.
-for device in (torch.cuda, torch.xpu):
+for device in (torch.cuda, torch.mtia, torch.xpu):
     device.traceback = types.SimpleNamespace(format_stack=lambda: [])  # type: ignore[attr-defined]
 
 # The duration of an example depends on the machine; no test promises it.
@@ -46,6 +47,17 @@ hypothesis.settings.load_profile("untimed")
 # The longest modules come first, so that none of them runs alone at the end. The third starts no
 # Ray: Ray gives up if a node takes 30 s to start, and the first two start many at once.
 _FIRST = ["test_counting", "test_elastic_runs", "test_s3", "test_jobs", "test_runs"]
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collections of garbage the objects of all imported modules."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -101,7 +101,7 @@ def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | No
     """Return the optimizer over tensors that have their gradients when it steps."""
     if own is None:
         groups = _groups([(t, t.ndim > 1) for t in tensors], config)
-        return OPTIMIZERS[config.name](groups, **_settings(config))
+        return _without_compiler(OPTIMIZERS[config.name])(groups, **_settings(config))
     made: Any = own(tensors)
     if not isinstance(made, Optimizer) or "lr" not in made.param_groups[0]:
         raise ConfigError(
@@ -114,6 +114,24 @@ def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | No
     for group in optimizer.param_groups:  # the ratios of the groups' rates stay the same
         group["lr_share"] = float(group["lr"]) / highest if highest else 1.0
     return optimizer
+
+
+def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return an optimizer class of torch without the decorators that import torch's compiler.
+
+    The decorators matter only in a compiled training step. The import takes a second of CPU time,
+    which every worker would spend before its first step.
+    """
+    names = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    compute = inspect.unwrap(kind.step)
+
+    @functools.wraps(compute)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            return compute(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {**methods, "step": step})
 
 
 def _highest_lr(optimizer: Optimizer) -> float:
@@ -129,7 +147,8 @@ def _over_runs(flat: Tensor, parameters: list[Tensor], config: OptimizerConfig) 
         slices.append(slice(start, stop))
         start = stop
     assert start == flat.numel(), "the flat tensor must hold the whole model"
-    optimizer = OPTIMIZERS[config.name](_groups(views, config), **_settings(config))
+    kind = _without_compiler(OPTIMIZERS[config.name])
+    optimizer = kind(_groups(views, config), **_settings(config))
 
     def set_gradients(*_: Any) -> None:
         assert flat.grad is not None
@@ -429,8 +448,7 @@ def check_for_model(
 ) -> dict[str, Any]:
     """Return the initial state of the optimizer over a model, as a checkpoint would hold it.
 
-    For elementwise optimizers, which accept all models, it is empty and nothing is built: the first
-    optimizer of a process takes torch seconds to load.
+    For elementwise optimizers, which accept all models, it is empty and nothing is built.
 
     Raises:
         ConfigError: if the optimizer does not accept the parameters.

@@ -359,7 +359,7 @@ def test_the_slowest_connection_sets_the_measured_figures():
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_a_rank_that_dies_ends_the_sum_of_all_in_bounded_time(algorithm):
     num_workers, nodes = 4, [0, 0, 1, 1]
-    groups = make_groups(num_workers, timeout_s=3.0)
+    groups = make_groups(num_workers, timeout_s=1.5)
 
     def act(rank):
         dies_after = 1 if rank == 2 else math.inf
@@ -374,7 +374,7 @@ def test_a_rank_that_dies_ends_the_sum_of_all_in_bounded_time(algorithm):
 
 
 def test_a_rank_that_never_joins_ends_the_measurement():
-    groups = make_groups(3, timeout_s=3.0)
+    groups = make_groups(3, timeout_s=1.5)
 
     def act(rank):
         if rank == 1:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +48,24 @@ def test_every_optimizer_takes_the_steps_of_torch_bit_for_bit(name):
     optimizer = OPTIMIZERS[name](reference.parameters(), lr=0.01)
     ours, theirs = steps_of_both(replica, reference, optimizer)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.processes
+def test_no_optimizer_by_name_imports_the_compiler_of_torch():
+    code = """
+import sys, torch
+from raydl.config import OptimizerConfig
+from raydl.core.optimizers import OPTIMIZERS, make_optimizer
+model = torch.nn.Linear(2, 2, bias=False)
+for name in OPTIMIZERS:
+    optimizer = make_optimizer(OptimizerConfig(name=name, lr=0.1), None, model)([model.weight])
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_elementwise_optimizers_hold_one_flat_tensor_and_others_the_models_parameters():

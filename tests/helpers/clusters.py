@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 from processes import command_of, parent_of, processes_that
@@ -22,13 +23,29 @@ from ray.cluster_utils import Cluster
 BOUND_S = 200
 
 
+class SmallCluster(Cluster):
+    """A cluster whose nodes have the small form of Ray's agent, and start no processes in advance.
+
+    Ray starts the small form, without jobs and metrics, where the packages of its dashboard are
+    missing. The full one uses some 3 s of CPU time on each node.
+    """
+
+    def add_node(self, *args: Any, **kwargs: Any) -> Any:
+        missing = ImportError("the tests of this cluster need no dashboard")
+        with (
+            mock.patch("ray._private.utils.get_dashboard_dependency_error", return_value=missing),
+            mock.patch.dict(os.environ, RAY_prestart_worker_first_driver="0"),
+        ):
+            return super().add_node(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def nodes(*cpus: int) -> Iterator[Cluster]:
+def nodes(*cpus: int, kind: type[Cluster] = SmallCluster) -> Iterator[Cluster]:
     """Yield a cluster whose head has ``cpus[0]`` CPUs, with a further node per other number."""
     # Creates the token that cluster and clients share, unless there is one.
     ray = Path(sys.executable).with_name("ray")
     subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
-    cluster = Cluster(
+    cluster = kind(
         initialize_head=True,
         head_node_args={"num_cpus": cpus[0], "include_dashboard": False},
         shutdown_at_exit=False,

@@ -14,6 +14,7 @@ import torch.distributed
 from clusters import ClusterRun, nodes
 from processes import command_of, descendants_of, listeners_of
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -37,7 +38,7 @@ VALIDATE_AND_PING = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\x0d"
 def run(tmp_path_factory):
     """A run on a cluster of two nodes, with an address that other hosts reach."""
     with (
-        nodes(1, 1) as cluster,
+        nodes(1, 1, kind=Cluster) as cluster,
         ClusterRun(cluster, tmp_path_factory.mktemp("runs") / "run", *LONG) as run,
     ):
         run.until_training(2)

@@ -6,6 +6,8 @@ import urllib.request
 
 import pytest
 import ray
+from clusters import nodes
+from ray.cluster_utils import Cluster
 
 from raydl.ray_backend.ray_metrics import RayMetrics
 
@@ -32,6 +34,14 @@ class Driver:
         self.metrics = RayMetrics("exported", first_sample=10)
         self.metrics.scalars({"center/accuracy": 0.5, "worker_step_s/w3": 0.25}, num_samples=10)
         self.metrics.scalars({"center/accuracy": 0.75}, num_samples=30)
+
+
+@pytest.fixture
+def cluster():
+    with nodes(1, kind=Cluster) as cluster:
+        ray.init(address=cluster.address)
+        yield
+        ray.shutdown()
 
 
 def test_the_nodes_export_the_drivers_metrics(cluster):

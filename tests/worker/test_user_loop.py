@@ -307,22 +307,24 @@ def held_by_nobody():
         ({"model": "lenet"}, "model must be a torch.nn.Module, got a str"),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
         (
-            {"optimizer": held_by_nobody()},
+            {"make_optimizer": held_by_nobody},
             "lacks 6 of the model's 6 parameters, for example 1.weight",
         ),
-        ({"more": held_by_nobody()}, "has 2 parameters that are not the model's"),
+        ({"more": held_by_nobody}, "has 2 parameters that are not the model's"),
         ({"kind": torch.optim.LBFGS}, "cannot be LBFGS"),
     ],
 )
 def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, sentence):
     model = change.get("model", net())
     optimizer = change.get("optimizer")
-    if optimizer is None:
+    if "make_optimizer" in change:
+        optimizer = change["make_optimizer"]()
+    elif optimizer is None:
         parameters = [] if isinstance(model, str) else list(model.parameters())
         kind = change.get("kind", torch.optim.SGD)
         optimizer = kind(parameters or list(net().parameters()), lr=0.1)
     if "more" in change:
-        optimizer.add_param_group({"params": change["more"].param_groups[0]["params"]})
+        optimizer.add_param_group({"params": change["more"]().param_groups[0]["params"]})
     method = MethodConfig(
         name=change.get("method", "async-easgd"), group_size=change.get("group_size", 1)
     )
