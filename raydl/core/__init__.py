@@ -6,4 +6,5 @@ those of users. A worker: ``flat`` and ``replica``, with ``optimizers``, ``compr
 protocols that the packages ``collective`` and ``parameter_server`` implement; ``autotune`` chooses
 their settings by ``cost_model``. A run: ``job``, ``membership``, ``progress``, ``reports`` and
 ``stop_condition``; ``worker_group`` is the protocol between the controller and its processes.
+``torch_import`` shortens the start of each process.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import raydl.core.torch_import  # noqa: F401  # isort: skip  (before torch)
+
 import contextlib
 import ctypes
 import dataclasses

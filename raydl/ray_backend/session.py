@@ -174,7 +174,7 @@ def _start_here() -> None:
                 logging_level=logging.ERROR,
                 # The processes that Ray starts in advance, one per core, import torch before an
                 # actor.
-                _system_config={"preload_python_modules": ["torch"]},
+                _system_config={"preload_python_modules": ["raydl.core.torch_import"]},
             )
         except Exception as error:
             if "timed out during startup" not in str(error):

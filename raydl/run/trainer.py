@@ -5,6 +5,8 @@ Between the steps it serves the control channel and handles signals.
 
 from __future__ import annotations
 
+import raydl.core.torch_import  # noqa: F401  # isort: skip  (before torch)
+
 import os
 import signal
 import threading

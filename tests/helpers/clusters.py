@@ -42,9 +42,7 @@ class SmallCluster(Cluster):
 @contextlib.contextmanager
 def nodes(*cpus: int, kind: type[Cluster] = SmallCluster) -> Iterator[Cluster]:
     """Yield a cluster whose head has ``cpus[0]`` CPUs, with a further node per other number."""
-    # Creates the token that cluster and clients share, unless there is one.
-    ray = Path(sys.executable).with_name("ray")
-    subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
+    _ensure_token()
     cluster = kind(
         initialize_head=True,
         head_node_args={"num_cpus": cpus[0], "include_dashboard": False},
@@ -56,6 +54,13 @@ def nodes(*cpus: int, kind: type[Cluster] = SmallCluster) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def _ensure_token() -> None:
+    """Create the token that cluster and clients share, unless there is one."""
+    if "RAY_AUTH_TOKEN" not in os.environ and not Path("~/.ray/auth_token").expanduser().exists():
+        ray = Path(sys.executable).with_name("ray")
+        subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
 
 
 def free_port() -> int:

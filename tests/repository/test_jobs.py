@@ -188,8 +188,9 @@ def result_of(run):
 
 
 def options_for(epochs):
-    """Return the options of a small training that is long enough to be interrupted."""
-    words = f"--data digits --model mlp --workers 1 --epochs {epochs} --checkpoint.every-s 1"
+    """Return the options of a training that is long enough to be interrupted, and mostly sleeps."""
+    words = f"--data digits --model origins:model --workers 1 --epochs {epochs}"
+    words += " --checkpoint.every-s 1"
     return words.split()
 
 
