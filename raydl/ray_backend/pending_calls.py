@@ -17,6 +17,8 @@ Handler = Callable[[Any], "list[Event]"]
 
 _GATHER_S, _LONGEST_GATHER_S = 0.2e-3, 0.1
 """How long answers that can wait are gathered, in seconds: for each pending call, and at most."""
+_PAUSE_S = 0.01
+"""The wait if no answer is due, in seconds: threads of the driver may bring results."""
 _DEATHS = {
     "its worker process has died": "its process was killed, or crashed",
     "its node has died": "its node was lost",
@@ -74,6 +76,9 @@ class PendingCalls:
         something per worker.
         """
         refs = list(self._by_ref)
+        if not refs:  # Ray would return at once, and the caller would ask again without a pause
+            time.sleep(min(_PAUSE_S, timeout_s))
+            return []
         ready, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
         if not ready:
             return []

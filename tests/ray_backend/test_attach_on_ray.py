@@ -72,7 +72,7 @@ class Own:
             start_timeout_s=BOUND_S,
         ) as elastic:
             self.loss_at_start, self.elastic = score(model), elastic
-            while not self.stopped.wait(0.002):  # which leaves the cores to others
+            while not self.stopped.wait(0.005):  # which leaves the cores to others
                 optimizer.zero_grad()
                 loss_of(model, self.seed).backward()
                 elastic.step()

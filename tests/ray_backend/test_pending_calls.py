@@ -170,3 +170,13 @@ def test_two_workers_answers_wait_for_a_millisecond(arrivals):
     calls = calls_of((0.0, "w0"), (0.2, "w1"), loops=[(1e6, "w0"), (1e6, "w1")])
     assert calls.wait(0.25) == [(0.0, "w0")]
     assert arrivals.now <= 0.001
+
+
+def test_a_driver_without_pending_calls_pauses_between_its_polls(arrivals, monkeypatch):
+    """As at the end of a run, when threads score and write."""
+    pauses = []
+    monkeypatch.setattr("raydl.ray_backend.pending_calls.time.sleep", pauses.append)
+    assert PendingCalls().wait(0.25) == []
+    assert PendingCalls().wait(0.0) == []
+    assert 0.0 < pauses[0] <= 0.25
+    assert pauses[1] == 0.0
