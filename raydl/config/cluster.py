@@ -25,6 +25,9 @@ class ScalingConfig:
     """CPUs that each worker reserves; also its number of compute threads, at least one."""
     gpus_per_worker: float = field(default=0.0, metadata={"flag": "gpus-per-worker"})
     """GPUs that each worker reserves; above 0, it computes on CUDA."""
+    spares: int = field(default=0, metadata={"flag": "spares"})
+    """Hot spares: further workers that have started, hold model and data, and train only when a
+    place becomes free. They reserve no CPU, but GPUs as every worker does."""
     use_gpu: bool = False
     """Shorthand for one GPU per worker."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
@@ -42,6 +45,9 @@ class ScalingConfig:
         require(
             low > 0 or high == 0, "scaling.num_workers", "0, or MIN:MAX from 1 up", f"{low}:{high}"
         )
+        require(isinstance(self.spares, int), "scaling.spares", "a whole number", self.spares)
+        require(self.spares >= 0, "scaling.spares", "0 or more", self.spares)
+        require(self.spares == 0 or high > 0, "scaling.spares", "0 without workers", self.spares)
         for name in ("cpus_per_worker", "gpus_per_worker"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"scaling.{name}", "0 or more", value)

@@ -242,6 +242,14 @@ class WorkerGroup(Protocol):
         """
         ...
 
+    def request_spare(self, worker_id: str) -> None:
+        """Request a hot spare: a worker that reserves no CPU, on a node of a worker.
+
+        Args:
+            worker_id: a new id.
+        """
+        ...
+
     def end(self, worker_id: str) -> None:
         """End a worker's process, or withdraw its request."""
         ...

@@ -58,6 +58,8 @@ class WorkerPool:
         self._hands_over = hands_over
         self._log = log
         self._max_workers = max(1, config.scaling.max_workers)
+        self._num_spares = config.scaling.spares
+        self._has_trained = False
         self._num_losses = 0
         self._num_requests = 0
         self._request_number: dict[str, int] = {}
@@ -72,19 +74,44 @@ class WorkerPool:
         self._request_missing()
 
     def _request(self, worker_id: str) -> None:
+        self._add(worker_id)
+        self._worker_group.request_worker(worker_id, self._own_states.get(worker_id))
+
+    def _add(self, worker_id: str, *, is_unreserved: bool = False) -> None:
         self._request_number[worker_id] = self._num_requests
         self._num_requests += 1
-        self._worker_registry.add(worker_id)
-        self._worker_group.request_worker(worker_id, self._own_states.get(worker_id))
+        self._worker_registry.add(worker_id, is_unreserved=is_unreserved)
 
     def _request_missing(self) -> str:
         """Request the workers that are missing; return the id of the first, or "" if none is."""
-        first = ""
-        while self.is_requesting and self._worker_registry.num_coming < self._max_workers:
-            worker_id = self._worker_registry.new_id()
+        first, registry = "", self._worker_registry
+        while self.is_requesting and registry.num_coming() < self._max_workers:
+            worker_id = registry.new_id()
             self._request(worker_id)
             first = first or worker_id
+        self._request_spares()
         return first
+
+    def _request_spares(self) -> None:
+        """Request the missing spares, once workers train: the start of those has priority.
+
+        A spare that trains goes on without CPUs of its own. The worker that replaces the lost one
+        has CPUs, and is the next spare.
+        """
+        registry = self._worker_registry
+        while (
+            self.is_requesting
+            and self._has_trained
+            and registry.num_coming(unreserved=True) < self._num_spares
+        ):
+            worker_id = registry.new_id()
+            self._add(worker_id, is_unreserved=True)
+            self._worker_group.request_spare(worker_id)
+
+    def note_formed(self) -> None:
+        """Note that a generation trains."""
+        self._has_trained = True
+        self._request_spares()
 
     # leaving
 
@@ -99,11 +126,15 @@ class WorkerPool:
         phase = self._worker_registry[worker_id].phase
         if phase is Phase.LEAVING:
             return True, f"{worker_id} is leaving already"
+        is_idle = phase in (Phase.STARTING, Phase.READY)
+        if is_idle and self._num_spares and not self._num_free_places():
+            self._num_spares -= 1
+            self.release(worker_id, "was removed")
+            return True, f"{worker_id} was ended; it was a spare"
         fewest = max(1, self._config.scaling.min_workers)
         is_replaced = self._max_workers <= fewest
         self._max_workers = max(fewest, self._max_workers - 1)
         self.release(worker_id, "was removed")
-        is_idle = phase in (Phase.STARTING, Phase.READY)
         how = "was ended; it was not training" if is_idle else "leaves after its next exchange"
         then = f"; it is replaced, since at least {fewest} must train" if is_replaced else ""
         return True, f"{worker_id} {how}{then}"
@@ -248,9 +279,16 @@ class WorkerPool:
         return self._hands_over and num_replicas < self._num_newcomers()
 
     def _num_newcomers(self) -> int:
-        """Return the number of workers that are starting or ready and need a replica."""
+        """Return the number of workers that will join and need a replica; spares only stand by."""
         in_phase = self._worker_registry.in_phase
-        return sum(map(self._needs_replica, in_phase(Phase.STARTING) + in_phase(Phase.READY)))
+        waiting = in_phase(Phase.STARTING) + in_phase(Phase.READY)
+        return min(sum(map(self._needs_replica, waiting)), self._num_free_places())
+
+    def _num_free_places(self) -> int:
+        """Return how many workers may join those that train or were left out."""
+        in_phase = self._worker_registry.in_phase
+        taken = len(in_phase(Phase.TRAINING)) + len(in_phase(Phase.LEFT_OUT))
+        return max(0, self._max_workers - taken)
 
     def note_handed_in(self, worker_id: str, state: SavedState | None, why_none: str = "") -> None:
         """Note that the storage has the replica of a leaver, and hand it to a newcomer.
@@ -278,7 +316,7 @@ class WorkerPool:
 
     def hand_over(self) -> None:
         """Hand replicas from leavers to workers that are ready and have not trained."""
-        for worker_id in self._worker_registry.in_phase(Phase.READY):
+        for worker_id in sorted(self._worker_registry.in_phase(Phase.READY), key=self._join_key):
             if self._handed_in and self._needs_replica(worker_id):
                 state = self._own_states[worker_id] = self._handed_in.pop(0)
                 self._handover_since[worker_id] = self._clock()
@@ -313,7 +351,9 @@ class WorkerPool:
     ) -> tuple[Membership | None, str]:
         """Return the next membership and why; see ``raydl.core.membership.next_membership``."""
         scaling, group_size = self._config.scaling, self._config.method.group_size
-        sort_key = self._sort_key if now is None and group_size > 1 else None
+        sort_key: Callable[[str], Any] | None = self._join_key
+        if now is None:
+            sort_key = self._first_key if group_size > 1 else None
         return next_membership(
             now,
             self._worker_registry.candidates(waited_s, sort_key=sort_key),
@@ -323,7 +363,12 @@ class WorkerPool:
             group_size=group_size,
         )
 
-    def _sort_key(self, worker_id: str) -> tuple[str, int]:
+    def _join_key(self, worker_id: str) -> tuple[bool, int, int]:
+        """Return the sort key of newcomers: with a leaver's replica first, then on idle nodes."""
+        num_beside = self._worker_registry.num_training_on(self._worker_registry[worker_id].node)
+        return worker_id not in self._handover_since, num_beside, int(worker_id.lstrip("w"))
+
+    def _first_key(self, worker_id: str) -> tuple[str, int]:
         """Return the sort key of a worker: its rank in the checkpoint, or else its node."""
         if worker_id in self._saved_order:
             return "", self._saved_order.index(worker_id)

@@ -82,6 +82,8 @@ class WorkerEntry:
     """Whether its replica is in the storage, or will not arrive."""
     num_late: int = 0
     """The number of times that it was left out."""
+    is_unreserved: bool = False
+    """Whether it was requested as a hot spare, without CPUs of its own."""
 
 
 class WorkerRegistry:
@@ -133,19 +135,29 @@ class WorkerRegistry:
         order = (Phase.TRAINING, Phase.READY, Phase.STARTING, Phase.LEFT_OUT, Phase.LEAVING)
         return {phase.value: phases.count(phase) for phase in order if phase in phases}
 
-    @property
-    def num_coming(self) -> int:
-        """Workers that train or may train later: all except leaving ones."""
-        return sum(e.phase is not Phase.LEAVING for e in self._entries.values())
+    def num_coming(self, *, unreserved: bool = False) -> int:
+        """Return how many workers train or may train later: all except leaving ones.
+
+        Args:
+            unreserved: count those that were requested as hot spares, not the others.
+        """
+        staying = (e for e in self._entries.values() if e.phase is not Phase.LEAVING)
+        return sum(e.is_unreserved == unreserved for e in staying)
+
+    def num_training_on(self, node: str) -> int:
+        """Return how many workers train on a node."""
+        return sum(e.phase is Phase.TRAINING and e.node == node for e in self._entries.values())
 
     def new_id(self) -> str:
         """Return an id that no worker of this run has had."""
         return f"w{self._next_number}"
 
-    def add(self, worker_id: str) -> None:
+    def add(self, worker_id: str, *, is_unreserved: bool = False) -> None:
         """Add a worker that was requested."""
         self._next_number = max(self._next_number, int(worker_id.lstrip("w")) + 1)
-        self._entries[worker_id] = WorkerEntry(worker_id, Phase.STARTING, self._clock())
+        self._entries[worker_id] = WorkerEntry(
+            worker_id, Phase.STARTING, self._clock(), is_unreserved=is_unreserved
+        )
 
     def note_ready(self, worker_id: str, node: str) -> None:
         """Note that a worker has started, and its node."""

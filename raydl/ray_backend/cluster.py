@@ -113,6 +113,22 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
     }
 
 
+def spare_options(scaling: ScalingConfig, node: str, not_on: Iterable[str]) -> dict[str, Any]:
+    """Return the options of the actor of a hot spare.
+
+    Args:
+        scaling: the resources of a worker, of which a spare reserves all but CPUs.
+        node: the node to start on, by hex id; empty: any.
+        not_on: nodes to avoid, by hex id.
+    """
+    options = worker_options(scaling, not_on=not_on)
+    options["num_cpus"] = 0
+    if node and not options["num_gpus"] and not options["resources"]:
+        options["label_selector"] = None
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+    return options
+
+
 def listed(resources: Mapping[str, float]) -> str:
     """Return resources as text."""
     return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"

@@ -56,6 +56,7 @@ from raydl.ray_backend.cluster import (
     place_of,
     request_times,
     send_by_value,
+    spare_options,
     worker_options,
 )
 from raydl.ray_backend.liveness import Liveness, Times, times_of
@@ -140,6 +141,8 @@ class RayWorkerGroup:
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._shards: list[ActorHandle] = []
         self._workers: dict[str, ActorHandle] = {}
+        self._spares: dict[str, str] = {}
+        """By worker that was requested as a hot spare, the node that it was requested on."""
         self._places: dict[str, Place] = {}
         self._calls = PendingCalls()
         self._heartbeats = Heartbeats(job.config.elastic.lease_s)
@@ -243,6 +246,21 @@ class RayWorkerGroup:
         options = worker_options(
             self._job.config.scaling, not_on=self._notices.nodes | self._avoided
         )
+        self._start_worker(worker_id, options, own_state)
+
+    def request_spare(self, worker_id: str) -> None:
+        """Request a hot spare, on the node of workers that has the fewest spares."""
+        avoided = self._notices.nodes | self._avoided
+        nodes = [place[0] for w, place in self._places.items() if w in self._workers]
+        spares = [self._spares[w] for w in self._spares.keys() & self._workers.keys()]
+        free = [node for node in dict.fromkeys(nodes) if node not in avoided]
+        node = min(free, key=spares.count, default="")
+        self._spares[worker_id] = node
+        self._start_worker(worker_id, spare_options(self._job.config.scaling, node, avoided))
+
+    def _start_worker(
+        self, worker_id: str, options: dict[str, Any], own_state: SavedState | None = None
+    ) -> None:
         worker = WorkerActor.options(**options).remote()  # type: ignore[attr-defined]
         self._workers[worker_id] = worker
         self._starts.begin(worker_id)
@@ -302,6 +320,7 @@ class RayWorkerGroup:
     def end(self, worker_id: str) -> None:
         """End a worker's process."""
         worker = self._workers.pop(worker_id, None)
+        self._spares.pop(worker_id, None)
         if worker is not None:
             self._kill(worker_id, worker)
         self._forget(worker_id)

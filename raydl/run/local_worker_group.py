@@ -75,6 +75,10 @@ class LocalWorkerGroup:
             for index in range(1, self._job.config.exchange.center_shards)
         ]
 
+    def request_spare(self, worker_id: str) -> None:
+        """Raise an error: a run in one process has no spares."""
+        raise NotImplementedError("a run in one process has no spares")
+
     def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Report the one worker as ready."""
         assert worker_id == "w0"

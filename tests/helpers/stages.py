@@ -146,7 +146,9 @@ class Stage:
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
-            scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=60.0),
+            scaling=ScalingConfig(
+                num_workers=num_workers, start_timeout_s=60.0, spares=more.pop("spares", 0)
+            ),
             training=TrainingConfig(epochs=5, deterministic=more.pop("deterministic", False)),
             checkpoint=CheckpointConfig(**{"every_s": None, **more}),
             elastic=ElasticConfig(**elastic),
