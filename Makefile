@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # The tests start hundreds of processes: without bytecode on the disk each compiles raydl anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost link_switched recovery regroup \
+BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost link_switched recovery goodput regroup \
 	startup growth accuracy streaming layout partitions chaos
 BENCH_OPTIONS ?=
 

@@ -20,8 +20,8 @@ full strength   from the kill until three workers have completed a step again
 Ray Train writes a checkpoint about every second, to its advantage: with fewer it would throw away
 more. raydl writes one every minute and needs none for the recovery. Both sides have the same
 cluster, which offers three CPUs to Ray, the same batches, one thread per worker, and no
-evaluations. ``2:3`` may train with two workers; the target is for this case. With a fixed number of
-workers, the survivors wait for the replacement.
+evaluations. ``2:3`` may train with two workers. With a fixed number of workers, the survivors wait
+for the replacement. ``3 + spare`` keeps a hot spare, which is ready when the worker is killed.
 """
 
 from __future__ import annotations
@@ -51,14 +51,19 @@ CHECKPOINT_SAMPLES = 10_000
 """Samples of all workers between two checkpoints of Ray Train."""
 PEER = "Ray Train"
 CASES = {
-    "sync-easgd 2:3": ("sync-easgd", "2:3"),
-    "async-easgd 2:3": ("async-easgd", "2:3"),
-    "hogwild-easgd 2:3": ("hogwild-easgd", "2:3"),
-    "sync-easgd 3": ("sync-easgd", "3"),
+    "sync-easgd 2:3": ("sync-easgd", "2:3", 0),
+    "async-easgd 2:3": ("async-easgd", "2:3", 0),
+    "hogwild-easgd 2:3": ("hogwild-easgd", "2:3", 0),
+    "sync-easgd 3": ("sync-easgd", "3", 0),
+    "sync-easgd 3 + spare": ("sync-easgd", "3", 1),
+    "async-easgd 3 + spare": ("async-easgd", "3", 1),
 }
-"""Method and workers of each case."""
+"""Method, workers and hot spares of each case."""
 _QUICK_SAMPLES = 12_000
-QUICK_CASES = {"sync-easgd 1:2": ("sync-easgd", "1:2")}
+QUICK_CASES = {
+    "sync-easgd 1:2": ("sync-easgd", "1:2", 0),
+    "sync-easgd 2 + spare": ("sync-easgd", "2", 1),
+}
 _ENDLESS = "1000000000"
 _UP_S, _BACK_S, _END_S = 180.0, 180.0, 60.0
 """Time-outs for the first steps, for the recovery, and for the end, in seconds."""
@@ -98,7 +103,9 @@ def pauses_of(steps: list[Step], *, killed_at: float, until: float) -> tuple[flo
     return longest - step_s, pauses
 
 
-def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: list[int]) -> Recovery:
+def raydl_case(
+    cluster: Cluster, data: str, method: str, workers: str, spares: int, turn: list[int]
+) -> Recovery:
     """Return the cost of a killed worker of raydl.
 
     Args:
@@ -106,6 +113,7 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
         data: folder of the data set.
         method: name of the method.
         workers: N, or MIN:MAX.
+        spares: number of hot spares.
         turn: number of workers killed before, in a list; it is incremented.
 
     Raises:
@@ -113,12 +121,14 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
     """
     words = [
         "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
-        "--workers", workers, "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
-        "--evaluation.every-epochs", _ENDLESS, "--run-dir", "{folder}/run",
-        "--run.progress", "plain",
+        "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
+        "--samples", _ENDLESS, "--evaluation.every-epochs", _ENDLESS,
+        "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
     with Watched(words, cluster) as run:
         num_workers = int(workers.rpartition(":")[2])
+        ready = f"{spares} spares are ready"
+        run.wait_until(lambda: num_ready(run.folder / "run") >= spares, ready, within_s=_UP_S)
         victim, killed_at = _kill_one(run, num_workers, turn)
         again = f"{num_workers} workers train again"
         run.wait_until(lambda: run.num_training() > num_workers, again, within_s=_BACK_S)
@@ -186,6 +196,15 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
     )
 
 
+def num_ready(folder: Path) -> int:
+    """Return the number of workers of a run that stand by."""
+    try:
+        status = json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return 0
+    return sum(worker["state"] == "ready" for worker in status["workers"])
+
+
 def _kill_one(run: Watched, num_workers: int, turn: list[int]) -> tuple[int, float]:
     """Wait for steady training, kill a worker, and return (its process id, the time)."""
     start = f"{num_workers} workers train"
@@ -247,8 +266,8 @@ def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
     peer = results[PEER]
     for name, of_case in results.items():
         lost, short = [r.lost_s for r in of_case], f"recovery.{name.replace(' ', '-').lower()}"
-        is_elastic = ":" in name
-        target, tenth = (1.0, 0.1) if is_elastic else (None, None)
+        is_fixed = name.endswith(" 3")
+        target, tenth = (None, None) if is_fixed or name == PEER else (1.0, 0.1)
         report.add_figures(_figure(f"{short}.lost_s", Spread.of(lost), target))
         if name != PEER:
             full = ratios([r.full_s for r in of_case], [r.full_s for r in peer])
@@ -257,6 +276,9 @@ def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
                 _figure(f"{short}.lost_of_ray_train", of_peer, tenth),
                 _figure(f"{short}.full_strength_of_ray_train", full, None),
             )
+        if "spare" in name:
+            at_work = Spread.of([r.full_s for r in of_case])
+            report.add_figures(_figure(f"{short}.full_strength_s", at_work, 0.5))
 
 
 def _figure(name: str, value: Spread, target: float | None) -> Figure:

@@ -1,0 +1,250 @@
+"""Measures the share of its quiet speed that a run keeps while its processes are killed.
+
+Command:   python -m benchmarks.goodput            (--quick: sync-easgd with a hot spare, once)
+
+Two workers train LeNet on one Ray cluster. After some quiet seconds, a process gets SIGKILL every
+15 seconds, for three minutes:
+
+worker   a worker that trains, each in turn
+center   the Center actor, which holds the center
+
+goodput  counted samples per second from the first kill on, over those of the quiet seconds before
+         it in the same run. A sample counts when the run counts it (``status.json``), so steps
+         that were thrown away or repeated do not count. For Ray Train, which has no such count,
+         it is the progress of the group that trains last, from the checkpoint that it started from.
+
+With ``2 + spare`` a hot spare stands by; ``1:2`` continues with one worker until the replacement
+has started; ``2`` waits for it. A new process uses some 2.6 s of CPU time until it trains, on the
+cores that the workers use, too: with a kill every 15 s on two cores that alone costs 0.09 of the
+goodput. Ray Train writes a checkpoint about every second, to its advantage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of
+from benchmarks.programs import data_at, end_cleanly
+from benchmarks.recovery import BATCH_SIZE, CHECKPOINT_SAMPLES, num_ready
+from benchmarks.watching import MODEL, Cluster, Watched, WatchError, processes_of
+
+NUM_WORKERS = 2
+TARGET = 0.97
+PEER = "Ray Train, worker"
+CASES = {
+    "sync-easgd 2 + spare, worker": ("sync-easgd", "2", 1, "worker"),
+    "async-easgd 2 + spare, worker": ("async-easgd", "2", 1, "worker"),
+    "sync-easgd 1:2, worker": ("sync-easgd", "1:2", 0, "worker"),
+    "async-easgd 1:2, worker": ("async-easgd", "1:2", 0, "worker"),
+    "sync-easgd 2, center": ("sync-easgd", "2", 0, "center"),
+    "async-easgd 2, center": ("async-easgd", "2", 0, "center"),
+}
+"""Method, workers, hot spares, and what is killed."""
+QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}
+_ENDLESS = "1000000000"
+_UP_S = 180.0
+_SETTLE_S = 2.0
+"""Seconds of training before the quiet ones."""
+_RECENT_S = 1.0
+"""A worker that has begun a step within this time trains, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Durations of a case, in seconds."""
+
+    quiet_s: float
+    storm_s: float
+    every_s: float
+
+
+FULL = Times(quiet_s=30.0, storm_s=180.0, every_s=15.0)
+QUICK = Times(quiet_s=6.0, storm_s=16.0, every_s=8.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """The speed of a run in quiet seconds and between kills."""
+
+    quiet_speed: float
+    """Counted samples per second."""
+    speed: float
+    num_kills: int
+
+    @property
+    def share(self) -> float:
+        """The goodput."""
+        return self.speed / self.quiet_speed
+
+
+def raydl_case(
+    cluster: Cluster, data: str, times: Times, method: str, workers: str, spares: int, target: str
+) -> Goodput:
+    """Return the goodput of raydl.
+
+    Args:
+        cluster: cluster of the run.
+        data: folder of the data set.
+        times: durations.
+        method: name of the method.
+        workers: N, or MIN:MAX.
+        spares: number of hot spares.
+        target: what is killed: worker or center.
+
+    Raises:
+        WatchError: if the run ended or timed out.
+    """
+    words = [
+        "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
+        "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
+        "--samples", _ENDLESS, "--evaluation.every-epochs", _ENDLESS,
+        "--run-dir", "{folder}/run", "--run.progress", "plain",
+    ]  # fmt: skip
+    with Watched(words, cluster) as run:
+        folder = run.folder / "run"
+        ready = f"{spares} spares are ready"
+        run.wait_until(lambda: num_ready(folder) >= spares, ready, within_s=_UP_S)
+        victim = partial(_center, cluster) if target == "center" else partial(_worker, run)
+        return _storm(run, times, victim, lambda: _counted(folder))
+
+
+def peer_case(cluster: Cluster, data: str, times: Times) -> Goodput:
+    """Return the goodput of Ray Train; see ``raydl_case``.
+
+    Raises:
+        WatchError: if the run ended or timed out.
+    """
+    words = [
+        "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
+        "--workers", str(NUM_WORKERS), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
+        "--max-failures", "1000", "--checkpoint-every", str(CHECKPOINT_SAMPLES),
+        "--events", "{folder}/events",
+    ]  # fmt: skip
+    with Watched(words, cluster) as run:
+        return _storm(run, times, partial(_worker, run), lambda: _reached(run))
+
+
+def _storm(
+    run: Watched,
+    times: Times,
+    victim: Callable[[int], int | None],
+    counted: Callable[[], tuple[float, int]],
+) -> Goodput:
+    """Let a run train in quiet, then kill its processes, and return its speeds.
+
+    Args:
+        run: the run.
+        times: durations.
+        victim: returns the process to kill, given the number of kills before; None: none now.
+        counted: returns (when, the number of counted samples then).
+    """
+    train = f"{NUM_WORKERS} workers train"
+    run.wait_until(lambda: run.num_training() >= NUM_WORKERS, train, within_s=_UP_S)
+    time.sleep(_SETTLE_S)
+    first = counted()
+    _pass(run, times.quiet_s)
+    before, num_kills = counted(), 0
+    deadline = time.monotonic() + times.storm_s
+    while (left_s := deadline - time.monotonic()) > times.every_s / 2:
+        pid = victim(num_kills)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            num_kills += 1
+        _pass(run, min(times.every_s, left_s))
+    after = counted()
+    return Goodput(
+        quiet_speed=_speed(first, before), speed=_speed(before, after), num_kills=num_kills
+    )
+
+
+def _pass(run: Watched, seconds: float) -> None:
+    """Wait for some seconds.
+
+    Raises:
+        WatchError: if the run ends meanwhile.
+    """
+    deadline = time.monotonic() + seconds
+    over = lambda: time.monotonic() >= deadline  # noqa: E731
+    run.wait_until(over, "the storm was over", within_s=2 * seconds + 1)
+
+
+def _speed(earlier: tuple[float, int], later: tuple[float, int]) -> float:
+    return (later[1] - earlier[1]) / (later[0] - earlier[0])
+
+
+def _worker(run: Watched, number: int) -> int | None:
+    """Return a worker that trains, each in turn."""
+    since = time.monotonic() - _RECENT_S
+    training = [pid for pid, steps in sorted(run.steps().items()) if steps[-1].began_at > since]
+    return training[number % len(training)] if training else None
+
+
+def _center(cluster: Cluster, number: int) -> int | None:
+    """Return the process of the Center actor."""
+    commands = processes_of(cluster.process.pid)
+    centers = [pid for pid, words in commands.items() if words.startswith("ray::CenterActor")]
+    return max(centers, default=None)
+
+
+def _counted(folder: Path) -> tuple[float, int]:
+    """Return when a run of raydl last wrote its status, and the samples that counted then."""
+    path = folder / "status.json"
+    status = json.loads(path.read_text())
+    return path.stat().st_mtime, status["num_samples"]
+
+
+def _reached(run: Watched) -> tuple[float, int]:
+    """Return when Ray Train last took a step, and its progress then, in samples of all workers."""
+    newest = (run.folder / "events").read_text().rstrip("\n").rpartition("\n")[2]
+    event = json.loads(newest)
+    return event["time"], event["samples"]
+
+
+def add_results(report: Report, results: dict[str, list[Goodput]]) -> None:
+    """Add the table and the figures to a report."""
+    rows = []
+    for name, of_case in results.items():
+        share = Spread.of([goodput.share for goodput in of_case])
+        quiet = Spread.of([goodput.quiet_speed for goodput in of_case])
+        kills = sum(goodput.num_kills for goodput in of_case)
+        rows.append((name, share.text(), quiet.text(".4g"), kills))
+        short = name.replace(",", "").replace(" ", "-").replace("-+-", "-").lower()
+        target = TARGET if "spare" in name or "center" in name else None
+        report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
+    report.add_table(("", "goodput", "quiet samples/s", "kills"), rows)
+
+
+def main() -> None:
+    """Measure and report."""
+    data_option = {"default": "../shared/data/mnist", "help": "folder of MNIST"}
+    options = options_of(__doc__, data=data_option).parse_args()
+    end_cleanly()
+    data = data_at(options.data)
+    times = QUICK if options.quick else FULL
+    report = Report.of_command("goodput", options)
+    ours = QUICK_CASES if options.quick else CASES
+    with Cluster(NUM_WORKERS) as cluster:
+        cases: dict[str, Callable[[], Goodput]] = {
+            name: partial(raydl_case, cluster, data, times, *words) for name, words in ours.items()
+        }
+        if not options.quick:
+            cases[PEER] = partial(peer_case, cluster, data, times)
+        try:
+            add_results(report, interleaved(cases, repeats=options.repeats or 1))
+        except WatchError as error:
+            sys.exit(f"the goodput was not measured: {error}")
+    cores = f"{NUM_WORKERS} workers on {os.cpu_count()} cores"
+    report.add_text(f"{cores}, a kill every {times.every_s:g} s.")
+    report.close(options.out)
+
+
+if __name__ == "__main__":
+    main()
