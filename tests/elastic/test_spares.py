@@ -4,6 +4,7 @@ import pytest
 from stages import BOTH, DIED, Stage
 
 from raydl.config import ScalingConfig
+from raydl.core.membership import Candidates, Membership, next_membership
 from raydl.core.reports import Outcome
 from raydl.core.saved_state import SavedState
 from raydl.core.worker_group import Changed, Draining, HandedIn, Lost, Published, WorkerReady
@@ -90,6 +91,18 @@ def test_the_spare_on_the_node_with_the_fewest_workers_joins():
     stage = with_spare(spares=2, nodes=("node", "another node"), is_sync=True)
     replace_lost(stage)
     assert formed(stage) == ("w0", "w3")
+
+
+def test_a_spare_takes_the_place_of_a_straggler_which_then_stands_by_itself():
+    now = Membership(1, ("w0", "w1"))
+    limits = {"min_workers": 2, "max_workers": 2, "patience_s": 5.0}
+    late = Candidates(
+        ready=("w0", "w2"), waited_s=9.0, absent=("w1",), causes={"w1": "is late and left out"}
+    )
+    without, reason = next_membership(now, late, **limits)
+    assert (without.worker_ids, reason) == (("w0", "w2"), "w1 is late and left out, w2 joins")
+    back = Candidates(ready=("w0", "w1", "w2"), waited_s=9.0)
+    assert next_membership(without, back, **limits)[0].worker_ids == ("w0", "w2")
 
 
 def test_a_spare_continues_with_the_replica_of_a_worker_that_leaves_with_notice():

@@ -104,6 +104,15 @@ def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tm
         assert len(run.result["faults_fired"]) == 1
 
 
+def test_a_hot_spare_takes_the_place_of_a_killed_worker_in_the_next_generation(four_cpus, tmp_path):
+    faults = [{"fault": "kill", "target": "rank 0", "at": "round 500"}]
+    options = ["--model", "origins:model", "--epochs", "9999", "--period", "4", "--workers", "2"]
+    with ClusterRun(four_cpus, tmp_path / "run", *options, "--spares", "1", faults=faults) as run:
+        run.until_said("generation 2: w0 was lost, w2 joins")
+        run.until(lambda: len(run.status()["workers"]) == 3)  # the next spare has started
+        stop(run)
+
+
 @pytest.mark.slow
 def test_a_worker_cut_off_is_lost_and_replaced(four_cpus, tmp_path):
     """On one machine the driver ends its process; what one sends that it cannot end: see
