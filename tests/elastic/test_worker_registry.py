@@ -118,11 +118,21 @@ def test_all_workers_but_the_leaving_ones_count_as_requested():
     floor = Floor("w0", "w1", "w2")
     floor.force.add("w3")
     floor.force.leave_out(("w1",))
-    assert floor.force.num_coming == 4
+    assert floor.force.num_coming() == 4
     floor.force.note_leaving("w0", "is on a draining node")
-    assert floor.force.num_coming == 3
+    assert floor.force.num_coming() == 3
     floor.force.remove("w2", "was lost")
-    assert floor.force.num_coming == 2
+    assert floor.force.num_coming() == 2
+
+
+def test_workers_that_reserve_no_cpu_are_counted_apart():
+    floor = Floor()
+    floor.force.add("w7", is_unreserved=True)
+    before = floor.force.num_coming()
+    assert floor.force.num_coming(unreserved=True) == 1
+    floor.force.note_leaving("w7", "was removed")
+    assert floor.force.num_coming(unreserved=True) == 0
+    assert floor.force.num_coming() == before
 
 
 def test_a_leaving_worker_is_no_candidate_and_its_cause_is_known():
