@@ -93,7 +93,8 @@ class OneWorker(RayWorkerGroup):
         self._calls, self._heartbeats, self._liveness = PendingCalls(), Heartbeats(10.0), Liveness()
         self._starts, self._notices = StartTimeouts(patience_s), Notices()
         self._avoided, self._reported_busy = set(), set()
-        self._workers, self._places, self._events, self._from_threads = {}, {}, [], []
+        self._workers, self._spares, self._places = {}, {}, {}
+        self._events, self._from_threads = [], []
         self._train = self._prepare = self._non_trainable = None
 
 
