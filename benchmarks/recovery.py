@@ -265,7 +265,8 @@ def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
     )
     peer = results[PEER]
     for name, of_case in results.items():
-        lost, short = [r.lost_s for r in of_case], f"recovery.{name.replace(' ', '-').lower()}"
+        lost = [r.lost_s for r in of_case]
+        short = f"recovery.{name.replace(' + ', ' ').replace(' ', '-').lower()}"
         is_fixed = name.endswith(" 3")
         target, tenth = (None, None) if is_fixed or name == PEER else (1.0, 0.1)
         report.add_figures(_figure(f"{short}.lost_s", Spread.of(lost), target))
