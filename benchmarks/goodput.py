@@ -33,8 +33,8 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of
 from benchmarks.programs import data_at, end_cleanly
-from benchmarks.recovery import BATCH_SIZE, CHECKPOINT_SAMPLES, num_ready
-from benchmarks.watching import MODEL, Cluster, Watched, WatchError, processes_of
+from benchmarks.recovery import endless_peer, endless_run, num_ready
+from benchmarks.watching import Cluster, Watched, WatchError, processes_of
 
 NUM_WORKERS = 2
 TARGET = 0.97
@@ -49,7 +49,6 @@ CASES = {
 }
 """Method, workers, hot spares, and what is killed."""
 QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}
-_ENDLESS = "1000000000"
 _UP_S = 180.0
 _SETTLE_S = 2.0
 """Seconds of training before the quiet ones."""
@@ -102,13 +101,7 @@ def raydl_case(
     Raises:
         WatchError: if the run ended or timed out.
     """
-    words = [
-        "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
-        "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
-        "--samples", _ENDLESS, "--evaluation.every-epochs", _ENDLESS,
-        "--run-dir", "{folder}/run", "--run.progress", "plain",
-    ]  # fmt: skip
-    with Watched(words, cluster) as run:
+    with Watched(endless_run(data, method, workers, spares), cluster) as run:
         folder = run.folder / "run"
         ready = f"{spares} spares are ready"
         run.wait_until(lambda: num_ready(folder) >= spares, ready, within_s=_UP_S)
@@ -122,13 +115,7 @@ def peer_case(cluster: Cluster, data: str, times: Times) -> Goodput:
     Raises:
         WatchError: if the run ended or timed out.
     """
-    words = [
-        "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
-        "--workers", str(NUM_WORKERS), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
-        "--max-failures", "1000", "--checkpoint-every", str(CHECKPOINT_SAMPLES),
-        "--events", "{folder}/events",
-    ]  # fmt: skip
-    with Watched(words, cluster) as run:
+    with Watched(endless_peer(data, NUM_WORKERS, max_failures=1000), cluster) as run:
         return _storm(run, times, partial(_worker, run), lambda: _reached(run))
 
 

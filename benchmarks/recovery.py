@@ -103,6 +103,26 @@ def pauses_of(steps: list[Step], *, killed_at: float, until: float) -> tuple[flo
     return longest - step_s, pauses
 
 
+def endless_run(data: str, method: str, workers: str, spares: int) -> list[str]:
+    """Return the words of a run of raydl that does not end by itself."""
+    return [
+        "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
+        "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
+        "--samples", _ENDLESS, "--evaluation.every-epochs", _ENDLESS,
+        "--run-dir", "{folder}/run", "--run.progress", "plain",
+    ]  # fmt: skip
+
+
+def endless_peer(data: str, num_workers: int, *, max_failures: int) -> list[str]:
+    """Return the words of a run of Ray Train that does not end by itself."""
+    return [
+        "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
+        "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
+        "--max-failures", str(max_failures), "--checkpoint-every", str(CHECKPOINT_SAMPLES),
+        "--events", "{folder}/events",
+    ]  # fmt: skip
+
+
 def raydl_case(
     cluster: Cluster, data: str, method: str, workers: str, spares: int, turn: list[int]
 ) -> Recovery:
@@ -119,13 +139,7 @@ def raydl_case(
     Raises:
         WatchError: if the run timed out.
     """
-    words = [
-        "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
-        "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
-        "--samples", _ENDLESS, "--evaluation.every-epochs", _ENDLESS,
-        "--run-dir", "{folder}/run", "--run.progress", "plain",
-    ]  # fmt: skip
-    with Watched(words, cluster) as run:
+    with Watched(endless_run(data, method, workers, spares), cluster) as run:
         num_workers = int(workers.rpartition(":")[2])
         ready = f"{spares} spares are ready"
         run.wait_until(lambda: num_ready(run.folder / "run") >= spares, ready, within_s=_UP_S)
@@ -159,13 +173,7 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
     Raises:
         WatchError: if the run timed out.
     """
-    words = [
-        "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
-        "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
-        "--max-failures", "3", "--checkpoint-every", str(CHECKPOINT_SAMPLES),
-        "--events", "{folder}/events",
-    ]  # fmt: skip
-    with Watched(words, cluster) as run:
+    with Watched(endless_peer(data, num_workers, max_failures=3), cluster) as run:
         _, killed_at = _kill_one(run, num_workers, turn)
         before = run.steps()
         reached = _reached(before, killed_at)

@@ -100,8 +100,7 @@ def _parameters_of(model: nn.Module | None) -> list[Tensor]:
 def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | None) -> Optimizer:
     """Return the optimizer over tensors that have their gradients when it steps."""
     if own is None:
-        groups = _groups([(t, t.ndim > 1) for t in tensors], config)
-        return _without_compiler(OPTIMIZERS[config.name])(groups, **_settings(config))
+        return _named([(t, t.ndim > 1) for t in tensors], config)
     made: Any = own(tensors)
     if not isinstance(made, Optimizer) or "lr" not in made.param_groups[0]:
         raise ConfigError(
@@ -114,6 +113,12 @@ def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | No
     for group in optimizer.param_groups:  # the ratios of the groups' rates stay the same
         group["lr_share"] = float(group["lr"]) / highest if highest else 1.0
     return optimizer
+
+
+def _named(tensors: list[tuple[Tensor, bool]], config: OptimizerConfig) -> Optimizer:
+    """Return torch's optimizer over tensors, given as (tensor, whether it holds matrices)."""
+    kind = _without_compiler(OPTIMIZERS[config.name])
+    return kind(_groups(tensors, config), **_settings(config))
 
 
 def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
@@ -147,8 +152,7 @@ def _over_runs(flat: Tensor, parameters: list[Tensor], config: OptimizerConfig) 
         slices.append(slice(start, stop))
         start = stop
     assert start == flat.numel(), "the flat tensor must hold the whole model"
-    kind = _without_compiler(OPTIMIZERS[config.name])
-    optimizer = kind(_groups(views, config), **_settings(config))
+    optimizer = _named(views, config)
 
     def set_gradients(*_: Any) -> None:
         assert flat.grad is not None

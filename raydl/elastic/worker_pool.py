@@ -77,10 +77,10 @@ class WorkerPool:
         self._add(worker_id)
         self._worker_group.request_worker(worker_id, self._own_states.get(worker_id))
 
-    def _add(self, worker_id: str, *, is_unreserved: bool = False) -> None:
+    def _add(self, worker_id: str, *, reserves_cpu: bool = True) -> None:
         self._request_number[worker_id] = self._num_requests
         self._num_requests += 1
-        self._worker_registry.add(worker_id, is_unreserved=is_unreserved)
+        self._worker_registry.add(worker_id, reserves_cpu=reserves_cpu)
 
     def _request_missing(self) -> str:
         """Request the workers that are missing; return the id of the first, or "" if none is."""
@@ -102,10 +102,10 @@ class WorkerPool:
         while (
             self.is_requesting
             and self._has_trained
-            and registry.num_coming(unreserved=True) < self._num_spares
+            and registry.num_coming(reserves_cpu=False) < self._num_spares
         ):
             worker_id = registry.new_id()
-            self._add(worker_id, is_unreserved=True)
+            self._add(worker_id, reserves_cpu=False)
             self._worker_group.request_spare(worker_id)
 
     def note_formed(self) -> None:

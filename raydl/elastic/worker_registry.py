@@ -82,8 +82,8 @@ class WorkerEntry:
     """Whether its replica is in the storage, or will not arrive."""
     num_late: int = 0
     """The number of times that it was left out."""
-    is_unreserved: bool = False
-    """Whether it was requested as a hot spare, without CPUs of its own."""
+    reserves_cpu: bool = True
+    """Whether it has CPUs of its own; a worker that was requested as a hot spare has none."""
 
 
 class WorkerRegistry:
@@ -135,14 +135,14 @@ class WorkerRegistry:
         order = (Phase.TRAINING, Phase.READY, Phase.STARTING, Phase.LEFT_OUT, Phase.LEAVING)
         return {phase.value: phases.count(phase) for phase in order if phase in phases}
 
-    def num_coming(self, *, unreserved: bool = False) -> int:
+    def num_coming(self, *, reserves_cpu: bool = True) -> int:
         """Return how many workers train or may train later: all except leaving ones.
 
         Args:
-            unreserved: count those that were requested as hot spares, not the others.
+            reserves_cpu: count the workers with CPUs of their own; otherwise those without.
         """
         staying = (e for e in self._entries.values() if e.phase is not Phase.LEAVING)
-        return sum(e.is_unreserved == unreserved for e in staying)
+        return sum(e.reserves_cpu == reserves_cpu for e in staying)
 
     def num_training_on(self, node: str) -> int:
         """Return how many workers train on a node."""
@@ -152,11 +152,11 @@ class WorkerRegistry:
         """Return an id that no worker of this run has had."""
         return f"w{self._next_number}"
 
-    def add(self, worker_id: str, *, is_unreserved: bool = False) -> None:
+    def add(self, worker_id: str, *, reserves_cpu: bool = True) -> None:
         """Add a worker that was requested."""
         self._next_number = max(self._next_number, int(worker_id.lstrip("w")) + 1)
         self._entries[worker_id] = WorkerEntry(
-            worker_id, Phase.STARTING, self._clock(), is_unreserved=is_unreserved
+            worker_id, Phase.STARTING, self._clock(), reserves_cpu=reserves_cpu
         )
 
     def note_ready(self, worker_id: str, node: str) -> None:

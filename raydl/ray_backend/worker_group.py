@@ -252,7 +252,7 @@ class RayWorkerGroup:
         """Request a hot spare, on the node of workers that has the fewest spares."""
         avoided = self._notices.nodes | self._avoided
         nodes = [place[0] for w, place in self._places.items() if w in self._workers]
-        spares = [self._spares[w] for w in self._spares.keys() & self._workers.keys()]
+        spares = list(self._spares.values())
         free = [node for node in dict.fromkeys(nodes) if node not in avoided]
         node = min(free, key=spares.count, default="")
         self._spares[worker_id] = node

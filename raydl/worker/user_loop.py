@@ -113,8 +113,6 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     check_optimizer(optimizer, model)
     if config.scaling.min_workers < 1:
         raise ConfigError("num_workers", f"must be 1 or more, got {config.scaling.wanted()}")
-    if config.scaling.spares:
-        raise ConfigError("spares", "must be 0 with raydl.attach, whose workers you start yourself")
     name = type(model).__name__
     method = resolve(config, rule)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -127,11 +127,11 @@ def test_all_workers_but_the_leaving_ones_count_as_requested():
 
 def test_workers_that_reserve_no_cpu_are_counted_apart():
     floor = Floor()
-    floor.force.add("w7", is_unreserved=True)
+    floor.force.add("w7", reserves_cpu=False)
     before = floor.force.num_coming()
-    assert floor.force.num_coming(unreserved=True) == 1
+    assert floor.force.num_coming(reserves_cpu=False) == 1
     floor.force.note_leaving("w7", "was removed")
-    assert floor.force.num_coming(unreserved=True) == 0
+    assert floor.force.num_coming(reserves_cpu=False) == 0
     assert floor.force.num_coming() == before
 
 
