@@ -6,8 +6,9 @@ import collections
 import contextlib
 import ipaddress
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -73,6 +74,17 @@ def descendants_of(pid: int) -> list[int]:
     for parent in found:
         found += children[parent]
     return found
+
+
+def kill_with_descendants(pids: Iterable[int]) -> None:
+    """Kill processes with all their descendants.
+
+    Some of Ray's processes replace their command line and environment, so that only their parent
+    tells to which cluster they belong. Without their raylet they may live on and use a whole core.
+    """
+    for descendant in {descendant for pid in pids for descendant in descendants_of(pid)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(descendant, signal.SIGKILL)
 
 
 def listeners_of(pid: int) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from clusters import free_port, free_ports
-from processes import command_of, environment_of, processes_that
+from processes import command_of, environment_of, kill_with_descendants, processes_that
 from repository import ROOT
 
 from jobs import weak_scaling
@@ -136,9 +136,7 @@ class Head:
     def __exit__(self, *error):
         deadline = time.monotonic() + 30
         while (left := processes_naming(str(self.home))) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_with_descendants(left)
             time.sleep(0.1)
         shutil.rmtree(self.home, ignore_errors=True)
 
