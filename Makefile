@@ -51,15 +51,7 @@ ON_CLUSTERS = $(shell grep -rlE 'mark\.(cluster|processes)' tests --include='tes
 # Half of the time of the fast tests is waiting: two processes per core keep the cores busy.
 FAST_AT_ONCE ?= $(shell $(PYTHON) -c "import os; print(2 * (os.cpu_count() or 1))")
 
-FAST_LOG := build/test-fast.log
-
-# The fast tests take the time that the others leave idle; they must not take more, since Ray gives
-# up if a node starts too slowly. Their output follows that of the others.
-test: check  ## check, and run all but the slow tests
-	@mkdir -p $(dir $(FAST_LOG))
-	@nice -n 10 $(MAKE) test-fast FAST_AT_ONCE=2 > $(FAST_LOG) 2>&1 & fast=$$!; \
-	$(MAKE) test-cluster; cluster=$$?; \
-	wait $$fast; fast=$$?; cat $(FAST_LOG); exit $$((fast | cluster))
+test: check test-fast test-cluster  ## check, and run all but the slow tests
 
 test-fast: $(VENV)/installed-dev  ## the tests that start no Ray and no other program, in parallel
 	$(BIN)/pytest -m 'not cluster and not processes and not slow and not gpu' \

@@ -27,7 +27,8 @@ class SmallCluster(Cluster):
     """A cluster whose nodes have the small form of Ray's agent, and start no processes in advance.
 
     Ray starts the small form, without jobs and metrics, where the packages of its dashboard are
-    missing. The full one uses some 3 s of CPU time on each node.
+    missing. The full one uses some 3 s of CPU time on each node. No process reads the output of all
+    workers for the driver: it uses 10 s in the ten minutes of a cluster that many tests share.
     """
 
     def add_node(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +37,7 @@ class SmallCluster(Cluster):
             mock.patch("ray._private.utils.get_dashboard_dependency_error", return_value=missing),
             mock.patch.dict(os.environ, RAY_prestart_worker_first_driver="0"),
         ):
-            return super().add_node(*args, **kwargs)
+            return super().add_node(*args, include_log_monitor=False, **kwargs)
 
 
 @contextlib.contextmanager
