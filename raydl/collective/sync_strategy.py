@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raydl.collective.steps_by_speed import StepsBySpeed
 from raydl.collective.sync_exchange import GatheredExchange, Group, StagedExchange, SyncExchange
 from raydl.core.autotune import (
     TAKEN_OVER,
@@ -38,7 +39,7 @@ from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregato
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
-from raydl.data.ledger import Claim, Ledger, Span, share_round
+from raydl.data.ledger import Claim, Ledger, RoundShare, Span, share_round
 from raydl.data.loader import positions_of
 from raydl.metrics import TimeParts
 
@@ -204,11 +205,16 @@ class SyncStrategy:
         self._cuts_wanted = 0
         self._votes_lock = threading.Lock()
         self._lr = 0.0
-        self._round_steps = 0
+        self.step_s = 0.0
+        """This worker's seconds per local step in its newest round, without waiting; 0: unknown."""
+        self._round_steps = self._steps_of_all = 0
         self._samples_before: list[float] = []
         self._tuning, self.choice = self._first_tuning(snapshot.tuning)
         """The exchange tuning, and its choice by this or an earlier generation, or None."""
         self._profiler = self._make_profiler() if context.method.finds_tuning else None
+        self._steps_by_speed = (
+            self._make_steps_by_speed() if context.method.steps_by_speed else None
+        )
         self._weights = torch.tensor(snapshot.weights, device=context.center_device())
         self._buffers = torch.tensor(snapshot.buffers, device=context.center_device())
         self._copies = CopyBuffers()
@@ -239,6 +245,16 @@ class SyncStrategy:
                 may_compress=context.flat.weights.dtype == torch.float32
                 and may_compress(self._config),
             ),
+            time_parts=context.time_parts,
+            device=context.center_device(),
+        )
+
+    def _make_steps_by_speed(self) -> StepsBySpeed:
+        context = self._context
+        return StepsBySpeed(
+            self._group,
+            context.rank,
+            period=context.method.period,
             time_parts=context.time_parts,
             device=context.center_device(),
         )
@@ -325,7 +341,11 @@ class SyncStrategy:
         return self._context.rank, self._context.membership.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Claim the samples of the next round for all ranks."""
+        """Claim the samples of the next round for all ranks.
+
+        Raises:
+            ExchangeError: if a worker did not answer; the ledger has not changed.
+        """
         if len(self._centers) > 1:  # fragments commit one by one, so a failed round needs an undo
             self._kept_feedback = {s: f.state_dict() for s, f in self._context.feedback.items()}
             for center in self._centers:
@@ -333,10 +353,10 @@ class SyncStrategy:
         if not self._has_compared_claims:
             self._free_untrained_claims()
             self._has_compared_claims = True
+        if self._steps_by_speed is not None:
+            self._steps_by_speed.update(self.step_s, round=self._round)
         with self._context.time_parts.measure("data_io"):
-            round = self._claim()
-        self._round_steps = round.num_steps
-        return round
+            return self._claim()
 
     def find_tuning(self) -> None:
         """Let the workers choose how to exchange from now on, if a choice is due.
@@ -384,44 +404,58 @@ class SyncStrategy:
 
     def _claim(self) -> Round:
         """Claim the samples of a whole period, from as many epochs as needed."""
-        steps_left = self._stop_condition.steps_left(self._num_steps)
-        num_steps = self._tuning.period if steps_left is None else steps_left
-        num_steps = min(num_steps, self._tuning.period)
+        left_steps = self._steps_of_round()
         claims: list[Claim] = []
         by_all: list[tuple[int, int]] = []
-        while num_steps:
+        self._steps_of_all = 0
+        while any(left_steps):
             num_free = self._ledger.num_free
             left = self._stop_condition.samples_left(
                 self._ledger.num_done_ever + self._ledger.num_claimed
             )
             num_free = num_free if left is None else min(left, num_free)
-            if claims and not num_free:  # the end of the run
+            if by_all and not num_free:  # the end of the run
                 break
-            claim, num_samples = self._claim_in_epoch(num_free, num_steps)
-            claims.append(claim)
-            by_all.append((num_samples, claim.num_steps))
-            num_steps -= claim.num_steps
+            claim, share = self._claim_in_epoch(num_free, left_steps)
+            if claim.num_steps:
+                claims.append(claim)
+            by_all.append((sum(share.counts), max(share.num_steps)))
+            left_steps = [a - b for a, b in zip(left_steps, share.num_steps, strict=True)]
+            self._steps_of_all += sum(share.num_steps)
         self._samples_before = samples_before(by_all)
+        self._round_steps = len(self._samples_before)
         ahead = self._ledger.reserved_by(self._context.worker_id)
         return Round(claims, self._tuning.delay, ahead)
 
-    def _claim_in_epoch(self, num_free: int, num_steps: int) -> tuple[Claim, int]:
-        """Claim for all ranks; return this rank's claim, and the number of samples of all ranks."""
+    def _steps_of_round(self) -> list[int]:
+        """Return the most local steps of each rank in the next round."""
+        if self._steps_by_speed is not None:
+            steps = list(self._steps_by_speed.steps)
+        else:
+            steps = [self._tuning.period] * self._context.membership.num_workers
+        left = self._stop_condition.steps_left(self._num_steps)
+        return steps if left is None else [min(left, count) for count in steps]
+
+    def _claim_in_epoch(self, num_free: int, max_steps: Sequence[int]) -> tuple[Claim, RoundShare]:
+        """Claim for all ranks; return this rank's claim, and the share of each rank."""
         members = self._context.membership.worker_ids
         share = share_round(
-            num_free,
-            num_workers=len(members),
-            batch_size=self._config.training.batch_size,
-            max_steps=num_steps,
+            num_free, max_steps=max_steps, batch_size=self._config.training.batch_size
         )
         claims = {
             worker: self._ledger.claim(worker, count)
             for worker, count in zip(members, share.counts, strict=True)
         }
-        return Claim(*claims[self._context.worker_id], share.num_steps), sum(share.counts)
+        own = share.num_steps[self._context.rank]
+        return Claim(*claims[self._context.worker_id], own), share
 
     def share_done(self, step: int, local_step: int) -> float:
-        """Return the completed share of the run, 0..1; the same on all ranks."""
+        """Return the completed share of the run, 0..1; the same on all ranks.
+
+        With steps by speed it is that of the first step of the round: the centers of all ranks step
+        with the same learning rate, but the ranks count different steps.
+        """
+        step = 0 if self._steps_by_speed is not None else step
         return self._stop_condition.share_done(
             num_samples=self._ledger.num_done_ever + self._samples_before[step],
             num_steps=self._num_steps + step,
@@ -448,7 +482,7 @@ class SyncStrategy:
         outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON
         is_new_epoch = self._ledger.epoch > epoch
-        self._aggregator.add(sums, num_messages=p, num_steps=p * self._round_steps)
+        self._aggregator.add(sums, num_messages=p, num_steps=self._steps_of_all)
         self._aggregator.record(
             self._progress(),
             num_workers=p,

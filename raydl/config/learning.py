@@ -37,6 +37,9 @@ class MethodConfig:
     group_size: int = field(default=1, metadata={"flag": "group-size"})
     """Workers that share one replica by summing their gradients, on one node if they fit; each
     group exchanges with the center as one."""
+    steps_by_speed: bool = field(default=False, metadata={"flag": "steps-by-speed"})
+    """Give slower workers fewer local steps in a round, by their measured speeds, so that no worker
+    waits for them (synchronous methods)."""
     dynamic_weights: bool = field(default=False, metadata={"flag": "dynamic-weights"})
     """If a replica is suddenly far from the center, pull it harder and let it move the center
     less."""

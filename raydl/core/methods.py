@@ -50,7 +50,8 @@ class Method:
     finds_tuning: bool
     """Whether the workers choose period, delay and compression from measured times."""
     overlap: bool
-    by_speed: bool
+    steps_by_speed: bool
+    """Whether slower workers take fewer local steps; the fastest takes ``period``."""
     optimizer: OptimizerConfig
     """The user's optimizer settings, completed with the defaults of the method."""
     inner: OptimizerConfig
@@ -110,6 +111,7 @@ def _check(config: TrainConfig, method: Method) -> None:
     _check_exchange(config, method)
     _check_replicas(config, method)
     _check_tuning(config, method)
+    _check_steps_by_speed(config, method)
     _check_deterministic(config, method)
 
 
@@ -252,6 +254,25 @@ def _check_tuning(config: TrainConfig, method: Method) -> None:
         raise ConfigError("method.period", f"{problem}; give a number")
 
 
+def _check_steps_by_speed(config: TrainConfig, method: Method) -> None:
+    if not config.method.steps_by_speed:
+        return
+    setting = "method.steps_by_speed"
+    if not method.is_sync:
+        raise ConfigError(setting, f"is for sync methods, not for {method.name}")
+    if method.finds_tuning:
+        raise ConfigError(setting, "cannot be set with method.period auto; give a number")
+    if method.period == 1:
+        problem = f"needs several local steps in a round, but the period of {method.name} is 1"
+        raise ConfigError(setting, f"{problem}; raise method.period")
+    if config.method.group_size > 1:
+        problem = "cannot be set with method.group_size: the workers of a group step together"
+        raise ConfigError(setting, problem)
+    if config.training.deterministic:
+        problem = "cannot be set with training.deterministic: it depends on measured times"
+        raise ConfigError(setting, problem)
+
+
 def _check_allreduce(config: TrainConfig, method: Method) -> None:
     allreduce = config.exchange.allreduce
     if not method.is_sync:
@@ -319,8 +340,8 @@ class MethodRow:
     """Default (rate, momentum) of the outer step, or None if there is none to set."""
     overlap: bool = True
     """Whether weights are sent while the gradient is computed."""
-    by_speed: bool = False
-    """Whether slower workers take fewer local steps; the fastest takes ``period``."""
+    steps_by_speed: bool = False
+    """Whether slower workers always take fewer local steps."""
 
 
 def _nesterov(config: MethodConfig) -> Rule:
@@ -461,7 +482,7 @@ _ROWS = (
         strategy="async",
         period=20,
         outer=(0.7, 0.5),
-        by_speed=True,
+        steps_by_speed=True,
         sentence="progress is applied on arrival with delayed Nesterov; "
         "faster workers take more local steps",
     ),
@@ -500,7 +521,7 @@ def resolve(
         period=row.period if finds_tuning else int(method_config.period or row.period),
         finds_tuning=finds_tuning,
         overlap=row.overlap if config.exchange.overlap is None else config.exchange.overlap,
-        by_speed=row.by_speed,
+        steps_by_speed=row.steps_by_speed or config.method.steps_by_speed,
         optimizer=optimizer,
         inner=dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
         if row.is_momentum_at_center

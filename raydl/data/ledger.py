@@ -49,30 +49,48 @@ class Claim:
 class RoundShare:
     """The share of each worker in the samples of one epoch in a synchronous round."""
 
-    num_steps: int
-    """Local steps, the same for all workers."""
+    num_steps: tuple[int, ...]
+    """Local steps per worker, by rank."""
     counts: tuple[int, ...]
     """Samples per worker, by rank."""
 
 
-def share_round(remaining: int, *, num_workers: int, batch_size: int, max_steps: int) -> RoundShare:
+def share_round(remaining: int, *, max_steps: Sequence[int], batch_size: int) -> RoundShare:
     """Share the samples of one epoch that a round trains among the workers.
 
-    A full round gives each worker ``batch_size * max_steps`` samples. If fewer remain in the epoch,
-    they are split evenly, in as few steps as possible, and the round continues in the next epoch.
+    A full round gives each worker ``batch_size`` samples per local step. If fewer remain in the
+    epoch, they are split in proportion to ``max_steps``, in as few steps as possible, and the round
+    continues in the next epoch.
 
     Args:
         remaining: samples left in this epoch; with 0, the share is one step without samples.
-        num_workers: workers in the round.
+        max_steps: most local steps per worker, by rank: the period, or the rest of the round or of
+            the run.
         batch_size: most samples in one step of one worker.
-        max_steps: most local steps: the period, or the rest of the run.
     """
-    quota = batch_size * max_steps
-    if remaining >= num_workers * quota:
-        return RoundShare(max_steps, (quota,) * num_workers)
-    least, extra = divmod(remaining, num_workers)
-    counts = tuple(least + (rank < extra) for rank in range(num_workers))
-    return RoundShare(max(1, -(-counts[0] // batch_size)), counts)
+    quotas = tuple(batch_size * steps for steps in max_steps)
+    if remaining >= sum(quotas):
+        return RoundShare(tuple(max_steps), quotas)
+    counts = _split_in_proportion(remaining, max_steps)
+    most = max(max_steps)
+    needed = max(1, -(-counts[max_steps.index(most)] // batch_size))
+    num_steps = tuple(
+        max(min(steps, 1), -(-count // batch_size), round(needed * steps / most))
+        for steps, count in zip(max_steps, counts, strict=True)
+    )
+    return RoundShare(num_steps, counts)
+
+
+def _split_in_proportion(count: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Return sizes that sum to ``count``, in proportion to weights; the first ones are rounded up.
+
+    A part without weight gets nothing.
+    """
+    total = sum(weights)
+    sizes = [count * weight // total for weight in weights]
+    for part in [part for part, weight in enumerate(weights) if weight][: count - sum(sizes)]:
+        sizes[part] += 1
+    return tuple(sizes)
 
 
 def split_evenly(count: int, num_parts: int) -> list[int]:

@@ -494,7 +494,7 @@ class Coordinator:
     def _max_steps(self, member: Member) -> int:
         """Return the local steps of a full round: the period, or fewer for a slow worker."""
         steps = self._method.period
-        if self._method.by_speed and member.step_s > 0:
+        if self._method.steps_by_speed and member.step_s > 0:
             steps = max(1, round(steps * self._members.least_step_s / member.step_s))
         left = self._stop_condition.steps_left(member.local_step)
         return steps if left is None else min(steps, left)

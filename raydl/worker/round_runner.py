@@ -176,8 +176,10 @@ class RoundRunner:
             ExchangeError: if others timed out; call ``undo_round`` next.
         """
         strategy = self.entered()
-        if self._sync is not None and len(strategy.exchanges) > 1:  # they commit one by one
-            self.replica.keep()
+        if self._sync is not None:
+            self._sync.step_s = self.step_s
+            if len(strategy.exchanges) > 1:  # they commit one by one
+                self.replica.keep()
         self._opened_at = time.perf_counter(), self._waited()
         round = strategy.next_round(self.local_step)
         self._steps_since = time.perf_counter(), self._waited()

@@ -130,6 +130,8 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
         )
     if method.finds_tuning:
         raise ConfigError("method.period", "must be a number with raydl.attach, got auto")
+    if config.method.steps_by_speed:
+        raise ConfigError("method.steps_by_speed", "cannot be set with raydl.attach")
     for setting, value in (
         ("method.group_size", config.method.group_size),
         ("exchange.center_shards", config.exchange.center_shards),

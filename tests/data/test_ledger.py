@@ -45,26 +45,40 @@ def test_claims_of_a_lost_worker_become_free():
 
 
 def test_a_full_round_gives_each_worker_a_full_share():
-    share = share_round(10_000, num_workers=3, batch_size=64, max_steps=10)
-    assert (share.num_steps, share.counts) == (10, (640, 640, 640))
+    share = share_round(10_000, max_steps=[10] * 3, batch_size=64)
+    assert (share.num_steps, share.counts) == ((10, 10, 10), (640, 640, 640))
+
+
+def test_a_full_round_gives_a_slow_worker_the_samples_of_its_steps():
+    share = share_round(10_000, max_steps=[10, 3], batch_size=64)
+    assert (share.num_steps, share.counts) == ((10, 3), (640, 192))
+
+
+def test_the_last_round_splits_the_remaining_samples_by_the_steps():
+    share = share_round(260, max_steps=[10, 3], batch_size=20)
+    assert (share.num_steps, share.counts) == ((10, 3), (200, 60))
+    share = share_round(130, max_steps=[10, 3], batch_size=20)
+    assert (share.num_steps, share.counts) == ((5, 2), (100, 30))
 
 
 def test_the_last_round_splits_the_remaining_samples_evenly():
-    share = share_round(131, num_workers=2, batch_size=64, max_steps=10)
-    assert (share.num_steps, share.counts) == (2, (66, 65))
-    assert share_round(1, num_workers=2, batch_size=64, max_steps=10).counts == (1, 0)
+    share = share_round(131, max_steps=[10, 10], batch_size=64)
+    assert (share.num_steps, share.counts) == ((2, 2), (66, 65))
+    assert share_round(1, max_steps=[10, 10], batch_size=64).counts == (1, 0)
+    share = share_round(129, max_steps=[10, 10], batch_size=64)
+    assert (share.num_steps, share.counts) == ((2, 2), (65, 64)), "all take the steps of the first"
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_without_samples_a_round_is_an_exchange_around_one_empty_step(num_workers):
-    share = share_round(0, num_workers=num_workers, batch_size=64, max_steps=10)
-    assert (share.num_steps, share.counts) == (1, (0,) * num_workers)
+    share = share_round(0, max_steps=[10] * num_workers, batch_size=64)
+    assert (share.num_steps, share.counts) == ((1,) * num_workers, (0,) * num_workers)
 
 
 @pytest.mark.parametrize(("remaining", "num_steps"), [(119, 2), (120, 2), (121, 2), (59, 1)])
 def test_a_round_has_the_fewest_steps_that_hold_its_samples(remaining, num_steps):
-    share = share_round(remaining, num_workers=2, batch_size=30, max_steps=2)
-    assert share.num_steps == num_steps
+    share = share_round(remaining, max_steps=[2, 2], batch_size=30)
+    assert share.num_steps == (num_steps, num_steps)
     assert sum(share.counts) == min(remaining, 120)
 
 
@@ -198,24 +212,30 @@ def test_a_saved_ledger_keeps_the_reservations():
 
 
 @given(
-    num_samples=st.integers(1, 300),
-    num_workers=st.integers(1, 5),
+    remaining=st.integers(0, 3000),
+    max_steps=st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any),
     batch_size=st.integers(1, 40),
-    period=st.integers(1, 6),
+)
+def test_a_share_holds_its_samples_in_its_steps(remaining, max_steps, batch_size):
+    share = share_round(remaining, max_steps=max_steps, batch_size=batch_size)
+    assert sum(share.counts) == min(remaining, batch_size * sum(max_steps))
+    for steps, count, most in zip(share.num_steps, share.counts, max_steps, strict=True):
+        assert min(most, 1) <= steps <= most
+        assert count <= steps * batch_size
+
+
+@given(
+    num_samples=st.integers(1, 300),
+    max_steps=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    batch_size=st.integers(1, 40),
     losses=st.lists(st.integers(0, 4), max_size=5),
 )
-def test_an_epoch_completes_every_position_once(
-    num_samples, num_workers, batch_size, period, losses
-):
+def test_an_epoch_completes_every_position_once(num_samples, max_steps, batch_size, losses):
     """Rounds in which one worker is lost give its share back to later rounds."""
     ledger, seen = Ledger(num_samples), []
     lost = list(losses)
     while ledger.epoch == 0:
-        share = share_round(
-            ledger.num_free, num_workers=num_workers, batch_size=batch_size, max_steps=period
-        )
-        assert share.num_steps <= period
-        assert max(share.counts) <= share.num_steps * batch_size
+        share = share_round(ledger.num_free, max_steps=max_steps, batch_size=batch_size)
         loser = lost.pop() if lost else None
         for worker, count in enumerate(share.counts):
             _, spans = ledger.claim(f"w{worker}", count)

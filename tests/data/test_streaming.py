@@ -326,12 +326,11 @@ def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epoc
         while (num_steps := rounds[0].num_steps) < period:  # a round may span epochs
             share = share_round(
                 ledger.num_free,
-                num_workers=num_workers,
+                max_steps=[period - num_steps] * num_workers,
                 batch_size=batch_size,
-                max_steps=period - num_steps,
             )
             for i, (round, count) in enumerate(zip(rounds, share.counts, strict=True)):
-                round.claims.append(Claim(*ledger.claim(f"w{i}", count), share.num_steps))
+                round.claims.append(Claim(*ledger.claim(f"w{i}", count), share.num_steps[i]))
         for i, (feed, round) in enumerate(zip(feeds, rounds, strict=True)):
             feed.prefetch(round.steps(), ledger.reserved_by(f"w{i}"))
             for epoch, positions in round.steps():
