@@ -1,0 +1,244 @@
+"""Measures how much of the speed of unequal workers remains when they train one model.
+
+Command:   python -m benchmarks.mixed_speed         (--quick: two workers, three cases, once)
+
+LeNet on MNIST, batch 64. Each worker's process has a quota of CPU time (``quotas.py``) from its
+first step on; Ray's own processes, raydl's driver, center and evaluator have none.
+
+slow       two workers with 0.9 and 0.3 of a core; four with 0.4, 0.4, 0.4 and 0.133
+changing   two workers; the second has 0.9 and 0.3 of a core in turn, for 10 s each
+
+The limit is the total speed of plain PyTorch in as many independent, simultaneous processes with
+the same quotas. The figure is the share of it that remains: samples per second over the same number
+of seconds, without the first ones. Peers are DistributedDataParallel, started by torchrun, and Ray
+Train's TorchTrainer, which computes the same.
+
+Then the time to 99.0% of the two workers of which one is slow, as in ``time_to_accuracy.py``: with
+the defaults of raydl, and the peers at the learning rate that is best for them there. The time of
+the peers is without their evaluations, that of raydl with all its costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.quotas import limited
+from benchmarks.runs import Point, Trained, Workplace, workplace
+from benchmarks.time_to_accuracy import Reached, reached_by_peer, reached_by_raydl
+from benchmarks.watching import FOLDER, MODEL
+
+LIMIT, DDP, RAY_TRAIN = "plain processes", "torchrun DDP", "Ray Train"
+BY_SPEED = "sync-easgd by speed"
+METHODS = {
+    "sync-easgd": ("--method", "sync-easgd"),
+    BY_SPEED: ("--method", "sync-easgd", "--steps-by-speed"),
+    "async-easgd": ("--method", "async-easgd"),
+    "hogwild-easgd": ("--method", "hogwild-easgd"),
+    "async-diloco": ("--method", "async-diloco"),
+}
+"""Options of each case of raydl."""
+TARGETS = {BY_SPEED: 0.9, "async-easgd": 0.97, "hogwild-easgd": 0.97, "async-diloco": 0.97}
+"""Targets for the share of the limit."""
+SOONER = 1.5
+"""Target for the time of a peer to the accuracy over that of raydl."""
+RATE = ("--lr", "0.05", "--momentum", "0.9")
+"""Of the peers; ``time_to_accuracy`` finds it."""
+ACCURACY, SAMPLES, SCORED_EVERY = 0.99, 300_000, 15_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """The quotas of the workers."""
+
+    name: str
+    shares: tuple[float, ...]
+    """Cores of each worker."""
+    slow_share: float | None = None
+    """Cores of the last worker in every second interval, if it changes."""
+    seconds: float = 24.0
+    skipped: float = 6.0
+    """Seconds at the start that are not measured."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self.shares)
+
+
+SLOW = Scenario(name="slow", shares=(0.9, 0.3))
+SCENARIOS = (
+    SLOW,
+    Scenario(name="slow of four", shares=(0.4, 0.4, 0.4, 0.133)),
+    Scenario(name="changing", shares=(0.9, 0.9), slow_share=0.3, seconds=46.0),
+)
+QUICK = Scenario(name="slow", shares=(0.9, 0.3), seconds=7.0, skipped=2.0)
+
+
+class Limits:
+    """Runs programs whose training processes are limited by the quotas of a scenario.
+
+    Args:
+        place: the workplace of the programs.
+    """
+
+    def __init__(self, place: Workplace) -> None:
+        self.place = place
+        self._numbers = itertools.count()
+
+    def run(self, scenario: Scenario, program: Callable[[], list[Trained]]) -> list[Trained]:
+        """Run programs, which train ``watching.MODEL``, under the quotas."""
+        notes = self.place.folder / f"notes-{next(self._numbers)}"
+        notes.mkdir()
+        os.environ[FOLDER] = str(notes)
+        with limited(lambda: _pids(notes), scenario.shares, slow_share=scenario.slow_share):
+            return program()
+
+
+def _pids(notes: Path) -> list[int]:
+    """Return the processes that have begun a step, the first one first."""
+    files = [path for path in notes.glob("*.steps") if path.stat().st_size]
+    return [int(path.stem) for path in sorted(files, key=lambda path: path.stat().st_ctime)]
+
+
+def mean_speed(points: Sequence[Point], *, start: float, stop: float) -> float:
+    """Return samples per second between the first and the last point of an interval."""
+    within = [point for point in points if start <= point[0] <= stop]
+    (began, before), (ended, after) = within[0], within[-1]
+    return (after - before) / (ended - began)
+
+
+def total_speed(runs: Sequence[Trained], *, skipped: float) -> float:
+    """Return the total speed of runs in the time in which all of them train."""
+    start = max(run.points[0][0] for run in runs) + skipped
+    stop = min(run.points[-1][0] for run in runs)
+    return sum(mean_speed(run.points, start=start, stop=stop) for run in runs)
+
+
+def speeds_of(
+    limits: Limits, scenario: Scenario, data: str, methods: Sequence[str], *, with_ray_train: bool
+) -> dict[str, Callable[[], float]]:
+    """Return functions that measure samples per second, by case, the limit first."""
+    place, count = limits.place, scenario.num_workers
+    common = ("--model", MODEL, "--data", data, "--seconds", str(scenario.seconds))
+
+    def speed(program: Callable[[], list[Trained]]) -> float:
+        return total_speed(limits.run(scenario, program), skipped=scenario.skipped)
+
+    def raydl(name: str) -> list[Trained]:
+        words = (*METHODS[name], "--workers", str(count), "--evaluation.every-epochs", "100000")
+        cpus = ("--cpus-per-worker", f"{2 / count:g}")
+        return [place.train(*common, *words, *cpus)]
+
+    cases: dict[str, Callable[[], float]] = {
+        LIMIT: lambda: speed(lambda: place.plain(*common, copies=count)),
+        **{name: partial(speed, partial(raydl, name)) for name in methods},
+        DDP: lambda: speed(lambda: [place.ddp(*common, num_workers=count)]),
+    }
+    if with_ray_train:
+        cases[RAY_TRAIN] = lambda: speed(lambda: [place.ray_train(*common, num_workers=count)])
+    return cases
+
+
+def times_of(limits: Limits, data: str, methods: Sequence[str]) -> dict[str, Callable[[], Reached]]:
+    """Return functions that train to the accuracy with the next seed at each call, by case."""
+    place = limits.place
+    length = ("--samples", str(SAMPLES), "--stop-at-accuracy", str(ACCURACY))
+    common = ("--model", MODEL, "--data", data, "--batch-size", "64", *length)
+
+    def raydl(name: str, seeds: Callable[[], int]) -> Reached:
+        scores = ("--evaluation.every-samples", str(SCORED_EVERY))
+        words = (*METHODS[name], "--workers", "2", *scores, "--seed", str(seeds()))
+        [run] = limits.run(SLOW, lambda: [place.train(*common, *words)])
+        return reached_by_raydl(run, accuracy=ACCURACY)
+
+    def peer(start: Callable[..., Trained], seeds: Callable[[], int]) -> Reached:
+        words = ("--evaluate-every", str(SCORED_EVERY), *RATE, "--seed", str(seeds()))
+        [run] = limits.run(SLOW, lambda: [start(*common, *words)])
+        return reached_by_peer(run, accuracy=ACCURACY)
+
+    def count() -> Callable[[], int]:
+        return itertools.count().__next__
+
+    return {
+        **{name: partial(raydl, name, count()) for name in methods},
+        DDP: partial(peer, place.ddp, count()),
+        RAY_TRAIN: partial(peer, place.ray_train, count()),
+    }
+
+
+def add_speeds(report: Report, scenario: Scenario, speeds: Mapping[str, Sequence[float]]) -> None:
+    """Add the table and the figures of a scenario to a report."""
+    limit = speeds[LIMIT]
+    shares = ", ".join(f"{share:g}" for share in scenario.shares)
+    change = f", the last one {scenario.slow_share:g} in turn" if scenario.slow_share else ""
+    report.add_text(f"{scenario.name}: workers with {shares} of a core{change}")
+    report.add_table(
+        ("case", "samples per second", "of the limit"),
+        [
+            (name, Spread.of(values).text(",.0f"), ratios(values, limit).text(".3f"))
+            for name, values in speeds.items()
+        ],
+    )
+    for name in list(speeds)[1:]:
+        figure = f"mixed_speed.{scenario.name}.{name}".lower().replace(" ", "-")
+        value, target = ratios(speeds[name], limit), TARGETS.get(name)
+        report.add_figures(Figure(name=figure, value=value, target=target))
+
+
+def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
+    """Add the table and the figures of the times to the accuracy to a report."""
+    report.add_text(f"seconds to {ACCURACY:.1%}, one worker slow")
+    report.add_table(
+        ("case", "seconds", "samples", "reached"),
+        [
+            (
+                name,
+                Spread.of([run.training_s for run in runs]).text(".1f"),
+                Spread.of([run.samples for run in runs]).text(",.0f"),
+                f"{sum(run.is_reached for run in runs)} of {len(runs)}",
+            )
+            for name, runs in times.items()
+        ],
+    )
+    for name in set(times) & set(METHODS):
+        for peer in (DDP, RAY_TRAIN):
+            figure = f"mixed_speed.{peer}_over_{name}".lower().replace(" ", "-")
+            value = ratios(
+                [run.training_s for run in times[peer]], [run.training_s for run in times[name]]
+            )
+            report.add_figures(Figure(name=figure, value=value, target=SOONER))
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = options_of(
+        __doc__,
+        data={"default": "../shared/data/mnist", "help": "data set; by default MNIST"},
+        only={"choices": ["speed", "time"], "help": "measure only speeds, or only times"},
+    )
+    options = parser.parse_args()
+    repeats = options.repeats or (1 if options.quick else 3)
+    report = Report.of_command("mixed_speed", options)
+    with workplace() as place:
+        limits = Limits(place)
+        if options.only != "time":
+            data = place.arrays(options.data, num_test=500)
+            for scenario in (QUICK,) if options.quick else SCENARIOS:
+                methods = [BY_SPEED] if options.quick else list(METHODS)
+                has_peer = not options.quick and scenario.num_workers == 2
+                cases = speeds_of(limits, scenario, data, methods, with_ray_train=has_peer)
+                add_speeds(report, scenario, interleaved(cases, repeats=repeats))
+        if options.only != "speed" and not options.quick:
+            cases_of_time = times_of(limits, place.arrays(options.data), [BY_SPEED, "async-easgd"])
+            add_times(report, interleaved(cases_of_time, repeats=repeats))
+    report.close(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Limits the CPU time of processes by control groups, as on machines of different speed.
+
+    with Quotas([0.9, 0.3]) as quotas:
+        quotas.add(pid, 1)      # 0.3 of a core from now on
+        quotas.limit(1, 0.9)    # faster again
+
+A period of 10 ms keeps the pauses shorter than a training step. The groups are made below the root
+of version 1 or 2, whichever the machine has, so this needs the rights of root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+_PERIOD_US = 10_000
+_ROOT = Path("/sys/fs/cgroup")
+_OLD = _ROOT / "cpu"
+"""The controller of version 1."""
+_POLL_EVERY_S = 0.02
+_END_S = 20.0
+
+
+class Quotas:
+    """Control groups, each with a quota of CPU time.
+
+    Args:
+        shares: for each group, the cores that its processes may use together.
+    """
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._is_old = (_OLD / "cpu.cfs_quota_us").exists() or (_OLD / "cgroup.procs").exists()
+        root = _OLD if self._is_old else _ROOT
+        self._groups = [root / f"raydl-{os.getpid()}-{number}" for number in range(len(shares))]
+        self._shares = shares
+
+    def __enter__(self) -> Quotas:
+        try:
+            for number, (group, share) in enumerate(zip(self._groups, self._shares, strict=True)):
+                group.mkdir()
+                self.limit(number, share)
+        except OSError as error:
+            self.__exit__()
+            sys.exit(f"this machine permits no CPU quotas: {error}")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for group in self._groups:
+            deadline = time.monotonic() + _END_S
+            while group.exists() and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):  # its processes are ending
+                    group.rmdir()
+                time.sleep(_POLL_EVERY_S)
+
+    def add(self, pid: int, number: int) -> None:
+        """Move a process with all its threads into a group; do nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            (self._groups[number] / "cgroup.procs").write_text(str(pid))
+
+    def limit(self, number: int, share: float) -> None:
+        """Set the cores that the processes of a group may use together."""
+        quota = round(share * _PERIOD_US)
+        if self._is_old:
+            (self._groups[number] / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (self._groups[number] / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (self._groups[number] / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+
+
+@contextlib.contextmanager
+def limited(
+    pids: Callable[[], Sequence[int]],
+    shares: Sequence[float],
+    *,
+    slow_share: float | None = None,
+    every_s: float = 10.0,
+) -> Iterator[None]:
+    """Limit processes as they appear: the first to the first share, and so on.
+
+    Args:
+        pids: returns the processes so far, in order of appearance.
+        shares: the cores of each process.
+        slow_share: the cores of the last process in every second interval; None: it does not
+            change.
+        every_s: seconds between two changes of the last process.
+    """
+    over = threading.Event()
+
+    def watch(quotas: Quotas) -> None:
+        seen: list[int] = []
+        began: float | None = None
+        while not over.wait(_POLL_EVERY_S):
+            for pid in pids():
+                if pid not in seen and len(seen) < len(shares):
+                    quotas.add(pid, len(seen))
+                    seen.append(pid)
+            if slow_share is None or len(seen) < len(shares):
+                continue
+            began = began or time.monotonic()
+            is_slow = int((time.monotonic() - began) / every_s) % 2 == 1
+            quotas.limit(len(shares) - 1, slow_share if is_slow else shares[-1])
+
+    with Quotas(shares) as quotas:
+        thread = threading.Thread(target=watch, args=(quotas,), name="quotas", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
