@@ -26,15 +26,26 @@ _POLL_EVERY_S = 0.02
 _END_S = 20.0
 
 
+def may_limit() -> bool:
+    """Return whether this process may limit others."""
+    controllers = _ROOT / "cgroup.controllers"
+    is_there = _is_old() or (controllers.exists() and "cpu" in controllers.read_text().split())
+    return is_there and os.access(_OLD if _is_old() else _ROOT, os.W_OK)
+
+
+def _is_old() -> bool:
+    return (_OLD / "cgroup.procs").exists()
+
+
 class Quotas:
-    """Control groups, each with a quota of CPU time.
+    """Control groups, each with a quota of CPU time, a tenth of a core or more.
 
     Args:
         shares: for each group, the cores that its processes may use together.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self._is_old = (_OLD / "cpu.cfs_quota_us").exists() or (_OLD / "cgroup.procs").exists()
+        self._is_old = _is_old()
         root = _OLD if self._is_old else _ROOT
         self._groups = [root / f"raydl-{os.getpid()}-{number}" for number in range(len(shares))]
         self._shares = shares

@@ -1,6 +1,11 @@
 import copy
 import json
 import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +14,10 @@ import torch
 from benchmarks import watching
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.mixed_speed import mean_speed
 from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
 from benchmarks.programs import RunError
+from benchmarks.quotas import limited, may_limit
 from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
 from raydl import models
@@ -19,6 +26,12 @@ from raydl.data import Normalizer, load
 
 def figure(value: float, **settings) -> Figure:
     return Figure(name="bench.case.what", value=Spread.of([value]), **settings)
+
+
+def cpu_s(*pids):
+    """Return the seconds of CPU time of processes so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return [(int(f[11]) + int(f[12])) / os.sysconf("SC_CLK_TCK") for f in fields]
 
 
 def test_a_spread_is_the_median_and_both_extremes():
@@ -197,6 +210,11 @@ def test_speeds_are_added_while_all_runs_train():
     assert total_speed([late], skipped=1.0) == pytest.approx(30.0)
 
 
+def test_a_mean_speed_counts_slow_and_fast_seconds_alike():
+    points = [(0.0, 0), (10.0, 1000), (20.0, 1300), (30.0, 2300), (31.0, 2400)]
+    assert mean_speed(points, start=0.0, stop=30.5) == pytest.approx(2300 / 30)
+
+
 def test_the_time_of_a_peer_includes_its_earlier_evaluations():
     result = {
         "evaluations": [[10.0, 100, 0.5], [20.0, 200, 0.8], [30.0, 300, 0.9]],
@@ -240,6 +258,25 @@ def test_plain_pytorch_trains_on_the_arrays_of_a_data_set():
     assert run.points[0][1] == 0
     assert run.points[-1][1] == 640
     assert np.all(np.diff([at for at, _ in run.points]) >= 0)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not may_limit(), reason="needs root and control groups for CPU time")
+def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
+    busy = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(busy) as first, subprocess.Popen(busy) as second:
+        try:
+            with limited(lambda: [second.pid, first.pid], [0.4, 0.15]):
+                time.sleep(0.5)  # until both are limited
+                before, began = cpu_s(first.pid, second.pid), time.monotonic()
+                time.sleep(1.0)
+                after, elapsed_s = cpu_s(first.pid, second.pid), time.monotonic() - began
+        finally:
+            first.kill()
+            second.kill()
+    used = [(b - a) / elapsed_s for a, b in zip(before, after, strict=True)]
+    assert used[0] < 0.15 + 0.05
+    assert used[1] < 0.4 + 0.05
 
 
 def test_a_forward_pass_without_a_gradient_notes_no_step(tmp_path, monkeypatch):
