@@ -64,9 +64,16 @@ class Quotas:
         for group in self._groups:
             deadline = time.monotonic() + _END_S
             while group.exists() and time.monotonic() < deadline:
-                with contextlib.suppress(OSError):  # its processes are ending
+                self._free_processes(group)
+                with contextlib.suppress(OSError):  # a process is ending
                     group.rmdir()
+                    break
                 time.sleep(_POLL_EVERY_S)
+
+    def _free_processes(self, group: Path) -> None:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended
+                (group.parent / "cgroup.procs").write_text(pid)
 
     def add(self, pid: int, number: int) -> None:
         """Move a process with all its threads into a group; do nothing if it has ended."""
