@@ -6,7 +6,7 @@ LeNet on MNIST, batch 64. Each worker's process has a quota of CPU time (``quota
 first step on; Ray's own processes, raydl's driver, center and evaluator have none.
 
 slow       two workers with 0.9 and 0.3 of a core; four with 0.4, 0.4, 0.4 and 0.133
-changing   two workers; the second has 0.9 and 0.3 of a core in turn, for 10 s each
+changing   two workers with 0.6 of a core; the second has 0.2 in every second interval of 10 s
 
 The limit is the total speed of plain PyTorch in as many independent, simultaneous processes with
 the same quotas. The figure is the share of it that remains: samples per second over the same number
@@ -56,7 +56,6 @@ ACCURACY, SAMPLES, SCORED_EVERY = 0.99, 300_000, 15_000
 class Scenario:
     """The quotas of the workers."""
 
-    name: str
     shares: tuple[float, ...]
     """Cores of each worker."""
     slow_share: float | None = None
@@ -71,13 +70,13 @@ class Scenario:
         return len(self.shares)
 
 
-SLOW = Scenario(name="slow", shares=(0.9, 0.3))
-SCENARIOS = (
-    SLOW,
-    Scenario(name="slow of four", shares=(0.4, 0.4, 0.4, 0.133)),
-    Scenario(name="changing", shares=(0.9, 0.9), slow_share=0.3, seconds=46.0),
-)
-QUICK = Scenario(name="slow", shares=(0.9, 0.3), seconds=7.0, skipped=2.0)
+SLOW = Scenario(shares=(0.9, 0.3))
+SCENARIOS = {
+    "slow": SLOW,
+    "slow-of-four": Scenario(shares=(0.4, 0.4, 0.4, 0.133)),
+    "changing": Scenario(shares=(0.6, 0.6), slow_share=0.2, seconds=46.0),
+}
+QUICK = {"slow": Scenario(shares=(0.9, 0.3), seconds=7.0, skipped=2.0)}
 
 
 class Limits:
@@ -172,22 +171,24 @@ def times_of(limits: Limits, data: str, methods: Sequence[str]) -> dict[str, Cal
     }
 
 
-def add_speeds(report: Report, scenario: Scenario, speeds: Mapping[str, Sequence[float]]) -> None:
+def add_speeds(
+    report: Report, name: str, scenario: Scenario, speeds: Mapping[str, Sequence[float]]
+) -> None:
     """Add the table and the figures of a scenario to a report."""
     limit = speeds[LIMIT]
     shares = ", ".join(f"{share:g}" for share in scenario.shares)
     change = f", the last one {scenario.slow_share:g} in turn" if scenario.slow_share else ""
-    report.add_text(f"{scenario.name}: workers with {shares} of a core{change}")
+    report.add_text(f"{name}: workers with {shares} of a core{change}")
     report.add_table(
         ("case", "samples per second", "of the limit"),
         [
-            (name, Spread.of(values).text(",.0f"), ratios(values, limit).text(".3f"))
-            for name, values in speeds.items()
+            (case, Spread.of(values).text(",.0f"), ratios(values, limit).text(".3f"))
+            for case, values in speeds.items()
         ],
     )
-    for name in list(speeds)[1:]:
-        figure = f"mixed_speed.{scenario.name}.{name}".lower().replace(" ", "-")
-        value, target = ratios(speeds[name], limit), TARGETS.get(name)
+    for case in list(speeds)[1:]:
+        figure = f"mixed_speed.{name}.{case}".lower().replace(" ", "-")
+        value, target = ratios(speeds[case], limit), TARGETS.get(case)
         report.add_figures(Figure(name=figure, value=value, target=target))
 
 
@@ -215,28 +216,37 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
             report.add_figures(Figure(name=figure, value=value, target=SOONER))
 
 
+def _measure_speeds(
+    report: Report, limits: Limits, source: str, scenarios: Mapping[str, Scenario], repeats: int
+) -> None:
+    data = limits.place.arrays(source, num_test=500)
+    for name, scenario in scenarios.items():
+        methods = [BY_SPEED] if report.is_quick else list(METHODS)
+        has_ray_train = not report.is_quick and scenario.num_workers == 2
+        cases = speeds_of(limits, scenario, data, methods, with_ray_train=has_ray_train)
+        add_speeds(report, name, scenario, interleaved(cases, repeats=repeats))
+
+
 def main() -> None:
     """Measure and report."""
     parser = options_of(
         __doc__,
         data={"default": "../shared/data/mnist", "help": "data set; by default MNIST"},
-        only={"choices": ["speed", "time"], "help": "measure only speeds, or only times"},
+        only={"choices": [*SCENARIOS, "time"], "help": "measure only this"},
     )
     options = parser.parse_args()
     repeats = options.repeats or (1 if options.quick else 3)
     report = Report.of_command("mixed_speed", options)
+    scenarios = QUICK if options.quick else SCENARIOS
+    if options.only:
+        scenarios = {name: s for name, s in scenarios.items() if name == options.only}
     with workplace() as place:
         limits = Limits(place)
-        if options.only != "time":
-            data = place.arrays(options.data, num_test=500)
-            for scenario in (QUICK,) if options.quick else SCENARIOS:
-                methods = [BY_SPEED] if options.quick else list(METHODS)
-                has_peer = not options.quick and scenario.num_workers == 2
-                cases = speeds_of(limits, scenario, data, methods, with_ray_train=has_peer)
-                add_speeds(report, scenario, interleaved(cases, repeats=repeats))
-        if options.only != "speed" and not options.quick:
-            cases_of_time = times_of(limits, place.arrays(options.data), [BY_SPEED, "async-easgd"])
-            add_times(report, interleaved(cases_of_time, repeats=repeats))
+        if scenarios:
+            _measure_speeds(report, limits, options.data, scenarios, repeats)
+        if options.only in (None, "time") and not options.quick:
+            cases = times_of(limits, place.arrays(options.data), [BY_SPEED, "async-easgd"])
+            add_times(report, interleaved(cases, repeats=repeats))
     report.close(options.out)
 
 
