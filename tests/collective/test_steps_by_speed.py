@@ -1,6 +1,7 @@
 """Slower workers take fewer local steps in a synchronous round."""
 
 import threading
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -136,6 +137,21 @@ def test_a_slow_worker_takes_fewer_steps_every_sample_counts_once_and_centers_ag
         assert center.progress.num_samples == EPOCHS * NUM_SAMPLES
         assert np.array_equal(center.weights, centers[0].weights)
         assert center.progress.local_step == centers[0].progress.local_step
+
+
+def test_the_speeds_are_measured_without_the_waits(monkeypatch):
+    """Otherwise the fast worker, which waits for the slow one, would count as slow, too."""
+
+    def step(self, epoch, positions, plan, take=Worker._step):
+        time.sleep(0.03 if self.worker_id == "w1" else 0.003)
+        return take(self, epoch, positions, plan)
+
+    monkeypatch.setattr(Worker, "_step", step)
+    run = Ensemble(config("sync-easgd"), num_workers=2, images=tiny_images(NUM_SAMPLES))
+    assert run.join().run(rounds=8) == [Outcome.GO_ON] * 2
+    fast, slow = (worker.local_step for worker in run.workers)
+    assert fast == 8 * 6
+    assert slow < 0.6 * fast
 
 
 def test_a_run_of_so_many_steps_ends_with_the_fastest_worker(trained):
