@@ -87,16 +87,19 @@ def speed(points: Sequence[Point], *, start: float, stop: float) -> float:
     return float(np.polyfit(at - at[0], samples, 1)[0])
 
 
-def total_speed(runs: Sequence[Sequence[Point]], *, skipped: float) -> float:
+def total_speed(
+    runs: Sequence[Sequence[Point]], *, skipped: float, speed_of: Callable[..., float] = speed
+) -> float:
     """Return the total speed of runs in the time in which all of them train.
 
     Args:
         runs: the points of each run, on one clock.
         skipped: seconds after the latest start that are not measured.
+        speed_of: returns the speed of one run in an interval, as ``speed`` does.
     """
     start = max(points[0][0] for points in runs) + skipped
     stop = min(points[-1][0] for points in runs)
-    return sum(speed(points, start=start, stop=stop) for points in runs)
+    return sum(speed_of(points, start=start, stop=stop) for points in runs)
 
 
 def cases_of(

@@ -5,17 +5,18 @@ Command:   python -m benchmarks.mixed_speed         (--quick: two workers, three
 LeNet on MNIST, batch 64. Each worker's process has a quota of CPU time (``quotas.py``) from its
 first step on; Ray's own processes, raydl's driver, center and evaluator have none.
 
-slow       two workers with 0.9 and 0.3 of a core; four with 0.4, 0.4, 0.4 and 0.133
-changing   two workers with 0.6 of a core; the second has 0.2 in every second interval of 10 s
+slow           two workers with 0.9 and 0.3 of a core
+slow-of-four   four workers with 0.4, 0.4, 0.4 and 0.133 of a core
+changing       two workers with 0.6 of a core; the second has 0.2 in every second interval of 10 s
 
 The limit is the total speed of plain PyTorch in as many independent, simultaneous processes with
 the same quotas. The figure is the share of it that remains: samples per second over the same number
 of seconds, without the first ones. Peers are DistributedDataParallel, started by torchrun, and Ray
 Train's TorchTrainer, which computes the same.
 
-Then the time to 99.0% of the two workers of which one is slow, as in ``time_to_accuracy.py``: with
-the defaults of raydl, and the peers at the learning rate that is best for them there. The time of
-the peers is without their evaluations, that of raydl with all its costs.
+Then the time to 99.0% with two workers, one of them slow, as in ``time_to_accuracy.py``: raydl with
+its defaults, the peers at the learning rate that is best for them there. The time of the peers does
+not include their evaluations; that of raydl includes everything.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.efficiency import total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.quotas import limited
+from benchmarks.quotas import throttled
 from benchmarks.runs import Point, Trained, Workplace, workplace
 from benchmarks.time_to_accuracy import Reached, reached_by_peer, reached_by_raydl
 from benchmarks.watching import FOLDER, MODEL
@@ -48,7 +50,7 @@ TARGETS = {BY_SPEED: 0.9, "async-easgd": 0.97, "hogwild-easgd": 0.97, "async-dil
 SOONER = 1.5
 """Target for the time of a peer to the accuracy over that of raydl."""
 RATE = ("--lr", "0.05", "--momentum", "0.9")
-"""Of the peers; ``time_to_accuracy`` finds it."""
+"""Learning rate and momentum of the peers, as ``time_to_accuracy`` found them."""
 ACCURACY, SAMPLES, SCORED_EVERY = 0.99, 300_000, 15_000
 
 
@@ -76,11 +78,11 @@ SCENARIOS = {
     "slow-of-four": Scenario(shares=(0.4, 0.4, 0.4, 0.133)),
     "changing": Scenario(shares=(0.6, 0.6), slow_share=0.2, seconds=46.0),
 }
-QUICK = {"slow": Scenario(shares=(0.9, 0.3), seconds=7.0, skipped=2.0)}
+QUICK = {"slow": replace(SLOW, seconds=7.0, skipped=2.0)}
 
 
-class Limits:
-    """Runs programs whose training processes are limited by the quotas of a scenario.
+class ThrottledRuns:
+    """Runs programs whose training processes have the quotas of a scenario.
 
     Args:
         place: the workplace of the programs.
@@ -90,12 +92,12 @@ class Limits:
         self.place = place
         self._numbers = itertools.count()
 
-    def run(self, scenario: Scenario, program: Callable[[], list[Trained]]) -> list[Trained]:
+    def train(self, scenario: Scenario, program: Callable[[], list[Trained]]) -> list[Trained]:
         """Run programs, which train ``watching.MODEL``, under the quotas."""
         notes = self.place.folder / f"notes-{next(self._numbers)}"
         notes.mkdir()
         os.environ[FOLDER] = str(notes)
-        with limited(lambda: _pids(notes), scenario.shares, slow_share=scenario.slow_share):
+        with throttled(lambda: _pids(notes), scenario.shares, slow_share=scenario.slow_share):
             return program()
 
 
@@ -112,22 +114,21 @@ def mean_speed(points: Sequence[Point], *, start: float, stop: float) -> float:
     return (after - before) / (ended - began)
 
 
-def total_speed(runs: Sequence[Trained], *, skipped: float) -> float:
-    """Return the total speed of runs in the time in which all of them train."""
-    start = max(run.points[0][0] for run in runs) + skipped
-    stop = min(run.points[-1][0] for run in runs)
-    return sum(mean_speed(run.points, start=start, stop=stop) for run in runs)
-
-
 def speeds_of(
-    limits: Limits, scenario: Scenario, data: str, methods: Sequence[str], *, with_ray_train: bool
+    runs: ThrottledRuns,
+    scenario: Scenario,
+    data: str,
+    methods: Sequence[str],
+    *,
+    with_ray_train: bool,
 ) -> dict[str, Callable[[], float]]:
     """Return functions that measure samples per second, by case, the limit first."""
-    place, count = limits.place, scenario.num_workers
+    place, count = runs.place, scenario.num_workers
     common = ("--model", MODEL, "--data", data, "--seconds", str(scenario.seconds))
 
     def speed(program: Callable[[], list[Trained]]) -> float:
-        return total_speed(limits.run(scenario, program), skipped=scenario.skipped)
+        points = [run.points for run in runs.train(scenario, program)]
+        return total_speed(points, skipped=scenario.skipped, speed_of=mean_speed)
 
     def raydl(name: str) -> list[Trained]:
         words = (*METHODS[name], "--workers", str(count), "--evaluation.every-epochs", "100000")
@@ -144,21 +145,23 @@ def speeds_of(
     return cases
 
 
-def times_of(limits: Limits, data: str, methods: Sequence[str]) -> dict[str, Callable[[], Reached]]:
+def times_of(
+    runs: ThrottledRuns, data: str, methods: Sequence[str]
+) -> dict[str, Callable[[], Reached]]:
     """Return functions that train to the accuracy with the next seed at each call, by case."""
-    place = limits.place
+    place = runs.place
     length = ("--samples", str(SAMPLES), "--stop-at-accuracy", str(ACCURACY))
     common = ("--model", MODEL, "--data", data, "--batch-size", "64", *length)
 
     def raydl(name: str, seeds: Callable[[], int]) -> Reached:
         scores = ("--evaluation.every-samples", str(SCORED_EVERY))
         words = (*METHODS[name], "--workers", "2", *scores, "--seed", str(seeds()))
-        [run] = limits.run(SLOW, lambda: [place.train(*common, *words)])
+        [run] = runs.train(SLOW, lambda: [place.train(*common, *words)])
         return reached_by_raydl(run, accuracy=ACCURACY)
 
     def peer(start: Callable[..., Trained], seeds: Callable[[], int]) -> Reached:
         words = ("--evaluate-every", str(SCORED_EVERY), *RATE, "--seed", str(seeds()))
-        [run] = limits.run(SLOW, lambda: [start(*common, *words)])
+        [run] = runs.train(SLOW, lambda: [start(*common, *words)])
         return reached_by_peer(run, accuracy=ACCURACY)
 
     def count() -> Callable[[], int]:
@@ -207,7 +210,7 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
             for name, runs in times.items()
         ],
     )
-    for name in set(times) & set(METHODS):
+    for name in [name for name in times if name in METHODS]:
         for peer in (DDP, RAY_TRAIN):
             figure = f"mixed_speed.{peer}_over_{name}".lower().replace(" ", "-")
             value = ratios(
@@ -217,13 +220,17 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
 
 
 def _measure_speeds(
-    report: Report, limits: Limits, source: str, scenarios: Mapping[str, Scenario], repeats: int
+    report: Report,
+    runs: ThrottledRuns,
+    source: str,
+    scenarios: Mapping[str, Scenario],
+    repeats: int,
 ) -> None:
-    data = limits.place.arrays(source, num_test=500)
+    data = runs.place.arrays(source, num_test=500)
     for name, scenario in scenarios.items():
         methods = [BY_SPEED] if report.is_quick else list(METHODS)
         has_ray_train = not report.is_quick and scenario.num_workers == 2
-        cases = speeds_of(limits, scenario, data, methods, with_ray_train=has_ray_train)
+        cases = speeds_of(runs, scenario, data, methods, with_ray_train=has_ray_train)
         add_speeds(report, name, scenario, interleaved(cases, repeats=repeats))
 
 
@@ -241,11 +248,11 @@ def main() -> None:
     if options.only:
         scenarios = {name: s for name, s in scenarios.items() if name == options.only}
     with workplace() as place:
-        limits = Limits(place)
+        runs = ThrottledRuns(place)
         if scenarios:
-            _measure_speeds(report, limits, options.data, scenarios, repeats)
+            _measure_speeds(report, runs, options.data, scenarios, repeats)
         if options.only in (None, "time") and not options.quick:
-            cases = times_of(limits, place.arrays(options.data), [BY_SPEED, "async-easgd"])
+            cases = times_of(runs, place.arrays(options.data), [BY_SPEED, "async-easgd"])
             add_times(report, interleaved(cases, repeats=repeats))
     report.close(options.out)
 

@@ -1,8 +1,8 @@
-"""Limits the CPU time of processes by control groups, as on machines of different speed.
+"""Gives processes quotas of CPU time by control groups, as on machines of different speed.
 
     with Quotas([0.9, 0.3]) as quotas:
         quotas.add(pid, 1)      # 0.3 of a core from now on
-        quotas.limit(1, 0.9)    # faster again
+        quotas.set(1, 0.9)      # faster again
 
 A period of 10 ms keeps the pauses shorter than a training step. The groups are made below the root
 of version 1 or 2, whichever the machine has, so this needs the rights of root.
@@ -20,21 +20,25 @@ from pathlib import Path
 
 _PERIOD_US = 10_000
 _ROOT = Path("/sys/fs/cgroup")
-_OLD = _ROOT / "cpu"
-"""The controller of version 1."""
+_V1 = _ROOT / "cpu"
+"""The CPU controller of version 1."""
 _POLL_EVERY_S = 0.02
 _END_S = 20.0
 
 
-def may_limit() -> bool:
-    """Return whether this process may limit others."""
+def may_throttle() -> bool:
+    """Return whether this process may set quotas."""
     controllers = _ROOT / "cgroup.controllers"
-    is_there = _is_old() or (controllers.exists() and "cpu" in controllers.read_text().split())
-    return is_there and os.access(_OLD if _is_old() else _ROOT, os.W_OK)
+    has_cpu = _is_v1() or (controllers.exists() and "cpu" in controllers.read_text().split())
+    return has_cpu and os.access(_root(), os.W_OK)
 
 
-def _is_old() -> bool:
-    return (_OLD / "cgroup.procs").exists()
+def _is_v1() -> bool:
+    return (_V1 / "cgroup.procs").exists()
+
+
+def _root() -> Path:
+    return _V1 if _is_v1() else _ROOT
 
 
 class Quotas:
@@ -45,16 +49,14 @@ class Quotas:
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self._is_old = _is_old()
-        root = _OLD if self._is_old else _ROOT
-        self._groups = [root / f"raydl-{os.getpid()}-{number}" for number in range(len(shares))]
+        self._groups = [_root() / f"raydl-{os.getpid()}-{number}" for number in range(len(shares))]
         self._shares = shares
 
     def __enter__(self) -> Quotas:
         try:
             for number, (group, share) in enumerate(zip(self._groups, self._shares, strict=True)):
                 group.mkdir()
-                self.limit(number, share)
+                self.set(number, share)
         except OSError as error:
             self.__exit__()
             sys.exit(f"this machine permits no CPU quotas: {error}")
@@ -80,10 +82,10 @@ class Quotas:
         with contextlib.suppress(ProcessLookupError):
             (self._groups[number] / "cgroup.procs").write_text(str(pid))
 
-    def limit(self, number: int, share: float) -> None:
+    def set(self, number: int, share: float) -> None:
         """Set the cores that the processes of a group may use together."""
         quota = round(share * _PERIOD_US)
-        if self._is_old:
+        if _is_v1():
             (self._groups[number] / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
             (self._groups[number] / "cpu.cfs_quota_us").write_text(str(quota))
         else:
@@ -91,14 +93,14 @@ class Quotas:
 
 
 @contextlib.contextmanager
-def limited(
+def throttled(
     pids: Callable[[], Sequence[int]],
     shares: Sequence[float],
     *,
     slow_share: float | None = None,
     every_s: float = 10.0,
 ) -> Iterator[None]:
-    """Limit processes as they appear: the first to the first share, and so on.
+    """Give processes their quotas as they appear: the first share to the first, and so on.
 
     Args:
         pids: returns the processes so far, in order of appearance.
@@ -121,7 +123,7 @@ def limited(
                 continue
             began = began or time.monotonic()
             is_slow = int((time.monotonic() - began) / every_s) % 2 == 1
-            quotas.limit(len(shares) - 1, slow_share if is_slow else shares[-1])
+            quotas.set(len(shares) - 1, slow_share if is_slow else shares[-1])
 
     with Quotas(shares) as quotas:
         thread = threading.Thread(target=watch, args=(quotas,), name="quotas", daemon=True)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from raydl.collective.sync_exchange import Group
+from raydl.collective.sync_exchange import Group, gather_numbers
+from raydl.core.strategy import steps_at_speed
 from raydl.metrics import TimeParts
 
 EVERY = 3
@@ -31,7 +32,8 @@ def steps_by_speed(step_s: Sequence[float], *, period: int) -> tuple[int, ...]:
     """
     least = min((seconds for seconds in step_s if seconds > 0), default=0.0)
     return tuple(
-        max(1, round(period * least / seconds)) if seconds > 0 else period for seconds in step_s
+        steps_at_speed(period, step_s=seconds, least_step_s=least) if seconds > 0 else period
+        for seconds in step_s
     )
 
 
@@ -81,9 +83,10 @@ class StepsBySpeed:
         if step_s > 0:
             self._recent.append(step_s)
         if self._num_rounds == 1 or self._num_rounds % EVERY == 0:
-            times = torch.zeros(self._group.num_workers, dtype=torch.float32, device=self._device)
-            times[self._rank] = statistics.mean(self._recent) if self._recent else 0.0
+            own = statistics.mean(self._recent) if self._recent else 0.0
             with self._parts.measure("device_device_parameters"):
-                self._group.start_allreduce(times, round=round).wait()
-            self.steps = steps_by_speed(times.tolist(), period=self._period)
+                [times] = gather_numbers(
+                    self._group, self._rank, [own], round=round, device=self._device
+                )
+            self.steps = steps_by_speed(times, period=self._period)
         self._num_rounds += 1

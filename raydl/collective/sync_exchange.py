@@ -70,6 +70,31 @@ class Group(Protocol):
         ...
 
 
+def gather_numbers(
+    group: Group, rank: int, numbers: Sequence[float], *, round: int, device: torch.device
+) -> list[list[float]]:
+    """Return some numbers of all workers, the same on all ranks, by one small all-reduce.
+
+    Args:
+        group: the workers.
+        rank: of this worker.
+        numbers: of this worker; they are rounded to float32.
+        round: number of the round.
+        device: where the group sums.
+
+    Returns:
+        A list for each number, with its values by rank.
+
+    Raises:
+        ExchangeError: if a worker did not take part.
+    """
+    table = torch.zeros(len(numbers), group.num_workers, dtype=torch.float32, device=device)
+    table[:, rank] = torch.tensor(numbers, dtype=torch.float32, device=device)
+    group.start_allreduce(table.view(-1), round=round).wait()
+    gathered: list[list[float]] = table.tolist()
+    return gathered
+
+
 def _sums_over_replicas(
     group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
 ) -> tuple[Tally, Header]:

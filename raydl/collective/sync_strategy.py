@@ -19,7 +19,13 @@ import numpy as np
 import torch
 
 from raydl.collective.steps_by_speed import StepsBySpeed
-from raydl.collective.sync_exchange import GatheredExchange, Group, StagedExchange, SyncExchange
+from raydl.collective.sync_exchange import (
+    GatheredExchange,
+    Group,
+    StagedExchange,
+    SyncExchange,
+    gather_numbers,
+)
 from raydl.core.autotune import (
     TAKEN_OVER,
     Choice,
@@ -155,15 +161,15 @@ class ExchangeProfiler:
     def _measured(self, round: int) -> Measured:
         """Return the step time of the slowest worker, and the shortest waiting time of any."""
         steps, waits = zip(*self._rounds[SKIPPED:], strict=True)
-        p = self._group.num_workers
-        times = torch.zeros(2, p, dtype=torch.float32, device=self._device)
-        times[0, self._rank] = statistics.median(steps)
         # At first the minimum: other traffic at the start of a run, above all the samples, ends
         # soon. If the choice changes too little, its own measurement shows that.
-        times[1, self._rank] = min(waits) if self._is_first else statistics.median(waits)
+        wait_s = min(waits) if self._is_first else statistics.median(waits)
+        own = [statistics.median(steps), wait_s]
         with self._parts.measure("device_device_parameters"):
-            self._group.start_allreduce(times.view(-1), round=round).wait()
-        return Measured(float(times[0].max()), float(times[1].min()), p)
+            steps_of_all, waits_of_all = gather_numbers(
+                self._group, self._rank, own, round=round, device=self._device
+            )
+        return Measured(max(steps_of_all), min(waits_of_all), self._group.num_workers)
 
 
 AnyExchange = SyncExchange | GatheredExchange | StagedExchange
@@ -207,7 +213,10 @@ class SyncStrategy:
         self._lr = 0.0
         self.step_s = 0.0
         """This worker's seconds per local step in its newest round, without waiting; 0: unknown."""
-        self._round_steps = self._steps_of_all = 0
+        self._round_steps = 0
+        """Local steps of the round; with steps by speed, those of the fastest worker."""
+        self._steps_of_all = 0
+        """Local steps of the round, of all ranks together."""
         self._samples_before: list[float] = []
         self._tuning, self.choice = self._first_tuning(snapshot.tuning)
         """The exchange tuning, and its choice by this or an earlier generation, or None."""
@@ -393,13 +402,13 @@ class SyncStrategy:
         members = self._context.membership.worker_ids
         if not set(members) & set(self._ledger.claimants):
             return
-        counts = torch.zeros(len(members), device=self._weights.device)
-        counts[self._context.rank] = self._trained.num_claimed(
-            self._ledger.claims_of(self._context.worker_id)
-        )
+        own = self._trained.num_claimed(self._ledger.claims_of(self._context.worker_id))
         with self._context.time_parts.measure("device_device_parameters"):
-            self._group.start_allreduce(counts, round=self._round).wait()
-        for worker_id, count in zip(members, counts.tolist(), strict=True):
+            [counts] = gather_numbers(
+                self._group, self._context.rank, [own], round=self._round,
+                device=self._weights.device,
+            )  # fmt: skip
+        for worker_id, count in zip(members, counts, strict=True):
             self._ledger.give_back(worker_id, keep=int(count))
 
     def _claim(self) -> Round:

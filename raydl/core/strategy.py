@@ -161,6 +161,17 @@ class Strategy(Protocol):
         ...
 
 
+def steps_at_speed(period: int, *, step_s: float, least_step_s: float) -> int:
+    """Return the local steps that a worker completes while the fastest one takes a period.
+
+    Args:
+        period: steps of the fastest worker.
+        step_s: seconds per local step of the worker, more than 0.
+        least_step_s: seconds per local step of the fastest worker.
+    """
+    return max(1, round(period * least_step_s / step_s))
+
+
 def plan_round(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list[int], list[int]]]:
     """Return, for each local step of a round, the fragments that begin and that join in it.
 

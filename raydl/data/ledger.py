@@ -95,8 +95,7 @@ def _split_in_proportion(count: int, weights: Sequence[int]) -> tuple[int, ...]:
 
 def split_evenly(count: int, num_parts: int) -> list[int]:
     """Return ``num_parts`` sizes that sum to ``count`` and differ by at most one."""
-    least, extra = divmod(count, num_parts)
-    return [least + (part < extra) for part in range(num_parts)]
+    return list(_split_in_proportion(count, [1] * num_parts))
 
 
 class Ledger:

@@ -23,6 +23,7 @@ from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, RecordAggregator
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
+from raydl.core.strategy import steps_at_speed
 from raydl.data.ledger import Claim, Ledger
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.parameter_server.members import Member, Members
@@ -495,7 +496,8 @@ class Coordinator:
         """Return the local steps of a full round: the period, or fewer for a slow worker."""
         steps = self._method.period
         if self._method.steps_by_speed and member.step_s > 0:
-            steps = max(1, round(steps * self._members.least_step_s / member.step_s))
+            least = self._members.least_step_s
+            steps = steps_at_speed(steps, step_s=member.step_s, least_step_s=least)
         left = self._stop_condition.steps_left(member.local_step)
         return steps if left is None else min(steps, left)
 

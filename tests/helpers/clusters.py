@@ -27,8 +27,8 @@ class SmallCluster(Cluster):
     """A cluster whose nodes have the small form of Ray's agent, and start no processes in advance.
 
     Ray starts the small form, without jobs and metrics, where the packages of its dashboard are
-    missing. The full one uses some 3 s of CPU time on each node. No process reads the output of all
-    workers for the driver: it uses 10 s in the ten minutes of a cluster that many tests share.
+    missing. The full one uses some 3 s of CPU time on each node. There is no log monitor, which
+    reads the output of all workers: in a cluster that many tests share it uses 10 s in ten minutes.
     """
 
     def add_node(self, *args: Any, **kwargs: Any) -> Any:

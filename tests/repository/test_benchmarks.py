@@ -1,11 +1,9 @@
 import copy
 import json
 import math
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,21 +15,16 @@ from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
 from benchmarks.mixed_speed import mean_speed
 from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
 from benchmarks.programs import RunError
-from benchmarks.quotas import limited, may_limit
+from benchmarks.quotas import may_throttle, throttled
 from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
 from raydl import models
 from raydl.data import Normalizer, load
+from raydl.ray_backend.liveness import times_of
 
 
 def figure(value: float, **settings) -> Figure:
     return Figure(name="bench.case.what", value=Spread.of([value]), **settings)
-
-
-def cpu_s(*pids):
-    """Return the seconds of CPU time of processes so far."""
-    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return [(int(f[11]) + int(f[12])) / os.sysconf("SC_CLK_TCK") for f in fields]
 
 
 def test_a_spread_is_the_median_and_both_extremes():
@@ -261,20 +254,20 @@ def test_plain_pytorch_trains_on_the_arrays_of_a_data_set():
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not may_limit(), reason="needs root and control groups for CPU time")
+@pytest.mark.skipif(not may_throttle(), reason="needs root and control groups for CPU time")
 def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     busy = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(busy) as first, subprocess.Popen(busy) as second:
         try:
-            with limited(lambda: [second.pid, first.pid], [0.4, 0.15]):
-                time.sleep(0.5)  # until both are limited
-                before, began = cpu_s(first.pid, second.pid), time.monotonic()
+            with throttled(lambda: [second.pid, first.pid], [0.4, 0.15]):
+                time.sleep(0.5)  # until both have their quotas
+                before = [times_of(process.pid) for process in (first, second)]
                 time.sleep(1.0)
-                after, elapsed_s = cpu_s(first.pid, second.pid), time.monotonic() - began
+                after = [times_of(process.pid) for process in (first, second)]
         finally:
             first.kill()
             second.kill()
-    used = [(b - a) / elapsed_s for a, b in zip(before, after, strict=True)]
+    used = [(b.cpu_s - a.cpu_s) / (b.at_s - a.at_s) for a, b in zip(before, after, strict=True)]
     assert used[0] < 0.15 + 0.05
     assert used[1] < 0.4 + 0.05
 
