@@ -316,7 +316,7 @@ class WorkerPool:
 
     def hand_over(self) -> None:
         """Hand replicas from leavers to workers that are ready and have not trained."""
-        for worker_id in sorted(self._worker_registry.in_phase(Phase.READY), key=self._join_key):
+        for worker_id in sorted(self._worker_registry.in_phase(Phase.READY), key=self._join_key()):
             if self._handed_in and self._needs_replica(worker_id):
                 state = self._own_states[worker_id] = self._handed_in.pop(0)
                 self._handover_since[worker_id] = self._clock()
@@ -351,7 +351,7 @@ class WorkerPool:
     ) -> tuple[Membership | None, str]:
         """Return the next membership and why; see ``raydl.core.membership.next_membership``."""
         scaling, group_size = self._config.scaling, self._config.method.group_size
-        sort_key: Callable[[str], Any] | None = self._join_key
+        sort_key: Callable[[str], Any] | None = self._join_key()
         if now is None:
             sort_key = self._first_key if group_size > 1 else None
         return next_membership(
@@ -363,10 +363,15 @@ class WorkerPool:
             group_size=group_size,
         )
 
-    def _join_key(self, worker_id: str) -> tuple[bool, int, int]:
+    def _join_key(self) -> Callable[[str], tuple[bool, int, int]]:
         """Return the sort key of newcomers: with a leaver's replica first, then on idle nodes."""
-        num_beside = self._worker_registry.num_training_on(self._worker_registry[worker_id].node)
-        return worker_id not in self._handover_since, num_beside, int(worker_id.lstrip("w"))
+        num_training = self._worker_registry.num_training_by_node()
+
+        def key(worker_id: str) -> tuple[bool, int, int]:
+            num_beside = num_training[self._worker_registry[worker_id].node]
+            return worker_id not in self._handover_since, num_beside, int(worker_id.lstrip("w"))
+
+        return key
 
     def _first_key(self, worker_id: str) -> tuple[str, int]:
         """Return the sort key of a worker: its rank in the checkpoint, or else its node."""

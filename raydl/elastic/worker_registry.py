@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,9 +145,9 @@ class WorkerRegistry:
         staying = (e for e in self._entries.values() if e.phase is not Phase.LEAVING)
         return sum(e.reserves_cpu == reserves_cpu for e in staying)
 
-    def num_training_on(self, node: str) -> int:
-        """Return how many workers train on a node."""
-        return sum(e.phase is Phase.TRAINING and e.node == node for e in self._entries.values())
+    def num_training_by_node(self) -> Counter[str]:
+        """Return how many workers train on each node."""
+        return Counter(e.node for e in self._entries.values() if e.phase is Phase.TRAINING)
 
     def new_id(self) -> str:
         """Return an id that no worker of this run has had."""
