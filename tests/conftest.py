@@ -55,7 +55,6 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_finish() -> None:
     """Spare the collections of garbage the objects of all imported modules."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -225,8 +225,7 @@ def test_a_member_that_never_joins_is_named_with_round_and_generation(ranks):
     assert not any(members.is_known(rank) for rank in range(3))
 
 
-def test_a_member_that_is_missing_from_a_sum_is_named_with_its_round(ranks, monkeypatch):
-    monkeypatch.setattr(collective, "_PRESENCE_WAIT", timedelta(seconds=1.5))
+def test_a_member_that_is_missing_from_a_sum_is_named_with_its_round(ranks):
     members = ranks(3, timeout_s=1.5).form_all()
 
     def failed(group):

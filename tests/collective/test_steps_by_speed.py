@@ -23,7 +23,7 @@ from raydl.metrics import TimeParts
 from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Worker
 
-NUM_SAMPLES, EPOCHS = 101, 4
+NUM_SAMPLES, EPOCHS = 101, 2
 STEP_S = (0.01, 0.03, 0.011)
 """Seconds per local step of each worker."""
 

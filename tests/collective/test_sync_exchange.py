@@ -93,9 +93,9 @@ def test_a_rank_that_times_out_is_named_and_nothing_changes():
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_ten_thousand_rounds_leave_memory_flat(codec):
+def test_thousands_of_rounds_leave_memory_flat(codec):
     group = LocalGroup(1, timeout_s=5.0).member(0)
-    exchange = make_exchange(group, 2_000)
+    exchange = make_exchange(group, 8_000)
     if codec != "none":
         exchange = GatheredExchange(
             group,
@@ -105,7 +105,7 @@ def test_ten_thousand_rounds_leave_memory_flat(codec):
             sends=Sends.WEIGHTS,
             feedback=ErrorFeedback(parse_codec(codec)),
         )
-    weights, buffers = torch.ones(2_000), torch.zeros(2)
+    weights, buffers = torch.ones(8_000), torch.zeros(2)
 
     def rounds(count):
         for _ in range(count):
@@ -113,10 +113,10 @@ def test_ten_thousand_rounds_leave_memory_flat(codec):
             exchange.wait()
             exchange.commit()
 
-    rounds(500)
+    rounds(200)
     before = resident_bytes()
-    rounds(10_000)
-    assert resident_bytes() - before < 4_000_000  # five hundred vectors
+    rounds(2_500)
+    assert resident_bytes() - before < 4_000_000  # 125 vectors
 
 
 @ray.remote(num_cpus=0)

@@ -267,7 +267,7 @@ class Loops:
         def loop():
             with elastic:
                 before = elastic.generation, elastic.state_dict()["center"]["round"]
-                while not self.stopped.wait(0.001):  # which leaves the core to others
+                while not self.stopped.wait(0.003):  # which leaves the core to others
                     if worker_id in self.dead:
                         return die(elastic)
                     optimizer.zero_grad()

@@ -282,7 +282,7 @@ def run(folder, what, at, *, method="sync-easgd", resume=False, **elastic):
         raydl.Classification(lambda shape, classes: Fails(shape, classes, at, what)),
         "digits",
         method=raydl.MethodConfig(name=method, period=4),
-        training=raydl.TrainingConfig(epochs=6),
+        training=raydl.TrainingConfig(epochs=3),
         scaling=raydl.ScalingConfig(num_workers=0),
         elastic=ElasticConfig(**elastic),
         run=raydl.RunConfig(run_dir=str(folder), progress="none", resume=resume),
@@ -296,21 +296,21 @@ METHODS = ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "async-sgd"]
 def test_an_error_in_a_step_leaves_a_checkpoint_to_resume_from(tmp_path, method):
     folder = tmp_path / "run"
     with pytest.raises(ZeroDivisionError, match="my own mistake") as error:
-        run(folder, raises, {100}, method=method).fit()
+        run(folder, raises, {60}, method=method).fit()
     assert any(entry.name == "raises" for entry in error.traceback), "not the user's own line"
     store = CheckpointStore(Storage(str(folder)))
     kept = store.read()[0].progress.num_samples
     # The steps before it, but for those of the round that was under way; 23 steps are an epoch.
-    assert 95 <= kept * 23 / 1438 <= 99.5
+    assert 55 <= kept * 23 / 1438 <= 59.5
     result = run(folder, raises, {}, method=method, resume=True).fit()
-    assert result.metrics["samples"] == 6 * 1438
+    assert result.metrics["samples"] == 3 * 1438
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loss_that_is_nan_once_costs_one_replica_its_memory_and_nothing_else(tmp_path, method):
     folder = tmp_path / "run"
     result = run(folder, lambda logits: logits * math.nan, {50}, method=method).fit()
-    assert result.metrics["samples"] == 6 * 1438
+    assert result.metrics["samples"] == 3 * 1438
     center = load_file(folder / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
     said = json.loads((folder / "status.json").read_text())["events"]

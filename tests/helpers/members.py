@@ -4,12 +4,13 @@ import threading
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
+from datetime import timedelta
 
 import ray.util.collective.collective as ray_api
 from ray.exceptions import GetTimeoutError
 from ray.util import collective
 
-from raydl.collective import ray_collective
+from raydl.collective import failure_diagnosis, ray_collective
 from raydl.collective.failure_diagnosis import FailureDiagnosis
 from raydl.collective.key_store import StoreServer
 from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
@@ -100,6 +101,9 @@ class Ranks:
         monkeypatch.setattr(ray_collective, "ray", self.ray)
         monkeypatch.setattr(ray_api, "_check_inside_actor", lambda: None)
         monkeypatch.setattr(ray_api, "ray", types.SimpleNamespace(get_actor=no_actor))
+        # All members time out in this process, so they hear of each other sooner.
+        monkeypatch.setattr(ray_collective, "_PRESENCE_WAIT", timedelta(seconds=1.5))
+        monkeypatch.setattr(failure_diagnosis, "_WAIT_S", 1.5)
         ray_collective.register()  # before the threads, which might register twice
         self.address = GroupAddress("run", 7, device, timeout_s)
         self.worker_ids = tuple(f"w{rank}" for rank in range(num_workers))

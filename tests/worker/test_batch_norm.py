@@ -32,7 +32,7 @@ def center_scores(data, method, period, num_workers):
     """Return the test metrics of the center after some epochs, with and without its buffers."""
     config = TrainConfig(
         method=MethodConfig(name=method, period=period),
-        training=TrainingConfig(epochs=12, batch_size=16),
+        training=TrainingConfig(epochs=8, batch_size=16),
         optimizer=OptimizerConfig(lr=0.05),
     )
     ensemble = Ensemble(config, num_workers=num_workers, images=data.train, model=normed)
