@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import types
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ _FOLDERS = [ROOT, HELPERS, *sorted({path.parent for path in (ROOT / "tests").rgl
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+# A shell without job control ignores SIGINT in its background commands, and whatever they start
+# would ignore it, too: also the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch records the stack at each seed, for devices that are not in use.
 for device in (torch.cuda, torch.mtia, torch.xpu):

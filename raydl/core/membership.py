@@ -5,8 +5,8 @@ Each membership has a number, its generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 
@@ -53,6 +53,12 @@ class Candidates:
     """Workers left out for now."""
     causes: Mapping[str, str] = field(default_factory=dict)
     """Why a worker is not ready: ``was lost``, ``is on a draining node``, …"""
+
+    def without(self, worker_ids: Iterable[str], cause: str) -> Candidates:
+        """Return the candidates if these workers are not ready, for one cause."""
+        causes = dict.fromkeys(worker_ids, cause)
+        ready = tuple(w for w in self.ready if w not in causes)
+        return replace(self, ready=ready, causes={**self.causes, **causes})
 
 
 def next_membership(

@@ -205,11 +205,11 @@ class AsyncMembership:
         if membership is None:
             self.log(f"{reason}: all workers leave after their next exchange")
             return Next.REGROUP
-        self._dismiss_leavers(run)
+        leavers = self._dismiss_leavers(run)
         if membership.worker_ids == run.membership.worker_ids:
             return Next.TRAIN
         # A leaver may be before its last exchange, or its replica on the way to a newcomer.
-        is_leaving = any(self.worker_registry[w].phase is Phase.LEAVING for w in run.at_work)
+        is_leaving = any(w in leavers for w in run.at_work)
         if is_leaving or self.worker_pool.awaits_handover(membership.worker_ids):
             return Next.TRAIN
         return Change(membership, reason)
@@ -227,6 +227,7 @@ class AsyncMembership:
                 self.worker_registry.stand_by(worker_id, "diverged" if end.error else "")
                 run.lose(worker_id)
             elif end.outcome is Outcome.LEFT:
+                self.worker_registry.stand_by(worker_id, "made room")
                 run.lose(worker_id)
 
     def _without_the_lost(self, run: Generation) -> Change:
@@ -235,12 +236,16 @@ class AsyncMembership:
         reason = ", ".join(f"{w} {self.worker_registry.cause_of(w)}" for w in lost)
         return Change(Membership(0, run.present), reason)
 
-    def _dismiss_leavers(self, run: Generation) -> None:
-        for worker_id in self.worker_registry.in_phase(Phase.LEAVING):
+    def _dismiss_leavers(self, run: Generation) -> list[str]:
+        """Let members leave that are to leave, or that stand by again; return all of them."""
+        leavers = self.worker_registry.in_phase(Phase.LEAVING)
+        leavers += self.worker_pool.relieved_spares()
+        for worker_id in leavers:
             entry = self.worker_registry[worker_id]
             if worker_id in run.at_work and not entry.is_dismissed:
                 entry.is_dismissed = True
                 self.worker_group.dismiss(worker_id)
+        return leavers
 
     def watch_regroup(self, run: Generation) -> Next | Change:
         """Return the decision for a generation that leaves by vote."""

@@ -59,6 +59,8 @@ class WorkerPool:
         self._log = log
         self._max_workers = max(1, config.scaling.max_workers)
         self._num_spares = config.scaling.spares
+        self._do_spares_share = self._num_spares > 0 and set(config.scaling.resources()) <= {"CPU"}
+        """Whether a spare that trains may share cores: it reserves no GPU, for example."""
         self._has_trained = False
         self._num_losses = 0
         self._num_requests = 0
@@ -281,7 +283,7 @@ class WorkerPool:
     def _num_newcomers(self) -> int:
         """Return the number of workers that will join and need a replica; spares only stand by."""
         in_phase = self._worker_registry.in_phase
-        waiting = in_phase(Phase.STARTING) + in_phase(Phase.READY)
+        waiting = set(in_phase(Phase.STARTING) + in_phase(Phase.READY)) - self._held_back()
         return min(sum(map(self._needs_replica, waiting)), self._num_free_places())
 
     def _num_free_places(self) -> int:
@@ -316,8 +318,10 @@ class WorkerPool:
 
     def hand_over(self) -> None:
         """Hand replicas from leavers to workers that are ready and have not trained."""
+        held_back = self._held_back()
         for worker_id in sorted(self._worker_registry.in_phase(Phase.READY), key=self._join_key()):
-            if self._handed_in and self._needs_replica(worker_id):
+            is_joining = worker_id not in held_back
+            if self._handed_in and is_joining and self._needs_replica(worker_id):
                 state = self._own_states[worker_id] = self._handed_in.pop(0)
                 self._handover_since[worker_id] = self._clock()
                 self._worker_group.hand_over(worker_id, state)
@@ -354,14 +358,60 @@ class WorkerPool:
         sort_key: Callable[[str], Any] | None = self._join_key()
         if now is None:
             sort_key = self._first_key if group_size > 1 else None
+        candidates = self._worker_registry.candidates(waited_s, sort_key=sort_key)
+        candidates = candidates.without(self._held_back(), "stands by")
         return next_membership(
             now,
-            self._worker_registry.candidates(waited_s, sort_key=sort_key),
+            candidates.without(self.relieved_spares(), "makes room for a worker on an idle node"),
             min_workers=max(1, scaling.min_workers),
             max_workers=self._max_workers,
             patience_s=_PATIENCE_S,
             group_size=group_size,
         )
+
+    def _held_back(self) -> set[str]:
+        """Return the spares that are ready but would share cores, beyond the fewest workers.
+
+        After the loss of a whole node the nodes of the spares are full, and a worker that shares
+        cores makes a synchronous round longer for all.
+        """
+        if not self._do_spares_share:
+            return set()
+        registry = self._worker_registry
+        entries = [e for e in registry.entries() if e.phase in (Phase.TRAINING, Phase.READY)]
+        num_training = registry.num_training_by_node()
+        full = [
+            e.worker_id
+            for e in entries
+            if e.phase is Phase.READY
+            and not e.reserves_cpu
+            and 0 < registry.num_places(e.node) <= num_training[e.node]
+        ]
+        num_needed = max(1, self._config.scaling.min_workers) - (len(entries) - len(full))
+        return set(full[max(0, num_needed) :])
+
+    def relieved_spares(self) -> list[str]:
+        """Return the spares that train on a shared node although a worker of an idler one is ready.
+
+        After the loss of a whole node a spare trains beside a worker of another node, and both are
+        slow. Once the replacement is ready, the spare stands by again.
+        """
+        if not self._do_spares_share or self._num_free_places():
+            return []
+        registry = self._worker_registry
+        entries = registry.entries()
+        spares = [e for e in entries if e.phase is Phase.TRAINING and not e.reserves_cpu]
+        ready = [e for e in entries if e.phase is Phase.READY and e.reserves_cpu]
+        num_training = registry.num_training_by_node()
+        relieved = []
+        for newcomer in ready[: len(spares)]:
+            spare = max(spares, key=lambda e: num_training[e.node])
+            if num_training[newcomer.node] + 1 < num_training[spare.node]:
+                spares.remove(spare)
+                relieved.append(spare.worker_id)
+                num_training[spare.node] -= 1
+                num_training[newcomer.node] += 1
+        return relieved
 
     def _join_key(self) -> Callable[[str], tuple[bool, int, int]]:
         """Return the sort key of newcomers: with a leaver's replica first, then on idle nodes."""

@@ -110,6 +110,7 @@ class WorkerRegistry:
         self._max_busy_s = max_busy_s
         self._clock = clock
         self._entries: dict[str, WorkerEntry] = {}
+        self._num_places: Counter[str] = Counter()
         self._next_number = 0
         self._causes: dict[str, str] = {}
 
@@ -149,6 +150,10 @@ class WorkerRegistry:
         """Return how many workers train on each node."""
         return Counter(e.node for e in self._entries.values() if e.phase is Phase.TRAINING)
 
+    def num_places(self, node: str) -> int:
+        """Return how many workers with CPUs of their own a node has had at once; 0: unknown."""
+        return self._num_places[node]
+
     def new_id(self) -> str:
         """Return an id that no worker of this run has had."""
         return f"w{self._next_number}"
@@ -164,6 +169,8 @@ class WorkerRegistry:
         """Note that a worker has started, and its node."""
         self._entries[worker_id].node = node
         self._enter(worker_id, Phase.READY)
+        there = sum(e.reserves_cpu and e.node == node for e in self._entries.values())
+        self._num_places[node] = max(there, self._num_places[node])
 
     def _enter(self, worker_id: str, phase: Phase, cause: str = "") -> None:
         entry = self._entries[worker_id]
@@ -211,8 +218,11 @@ class WorkerRegistry:
         return max(ages, key=lambda age: age[0])[1] if ages else None
 
     def formed(self, membership: Membership) -> None:
-        """Note that the members of a new membership train."""
+        """Note that the members of a new membership train, and that former members stand by."""
         now = self._clock()
+        for entry in self._entries.values():
+            if entry.worker_id not in membership and not entry.in_loop:
+                self.stand_by(entry.worker_id)
         for worker_id in membership.worker_ids:
             entry = self._entries[worker_id]
             if entry.phase not in (Phase.TRAINING, Phase.LEAVING):

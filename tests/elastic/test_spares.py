@@ -93,6 +93,74 @@ def test_the_spare_on_the_node_with_the_fewest_workers_joins():
     assert formed(stage) == ("w0", "w3")
 
 
+def on_two_nodes(num_workers, *, is_sync=True, **more):
+    """Return a stage that trains w0 on node a and w1 on node b; the spare w2 is ready on node a."""
+    stage = Stage(num_workers, spares=1, is_sync=is_sync, **more)
+    stage.step(WorkerReady("w0", "a"), WorkerReady("w1", "b"))
+    if not is_sync:
+        stage.step(Changed())
+    return stage.after(WorkerReady("w2", "a"))
+
+
+@BOTH
+def test_a_spare_on_a_full_node_stands_by_if_the_run_may_go_on_with_fewer_workers(is_sync):
+    stage = on_two_nodes((1, 2), is_sync=is_sync)
+    replace_lost(stage)
+    assert formed(stage) == ("w0",)
+    assert stage.controller.worker_registry.counts() == {"training": 1, "ready": 1, "starting": 1}
+
+
+@BOTH
+def test_a_spare_joins_on_the_node_that_lost_a_worker(is_sync):
+    stage = on_two_nodes((1, 2), is_sync=is_sync)
+    replace_lost(stage, "w0", "w1")
+    assert set(formed(stage)) == {"w1", "w2"}
+
+
+def test_a_spare_on_a_full_node_joins_if_it_has_a_device_of_its_own():
+    stage = on_two_nodes((1, 2), gpus=1.0)
+    replace_lost(stage)
+    assert formed(stage) == ("w0", "w2")
+
+
+@BOTH
+def test_a_spare_that_shares_a_node_makes_room_for_a_worker_on_an_idle_one(is_sync):
+    stage = on_two_nodes(2, is_sync=is_sync)
+    replace_lost(stage)
+    assert formed(stage) == ("w0", "w2"), "a fixed number of workers trains"
+    told = stage.step(WorkerReady("w3", "c"))
+    if is_sync:
+        assert told == [("vote", "regroup")]
+        told = stage.step(*stage.end(Outcome.REGROUP, 6, "w0", "w2"), Published((4, 6)))
+    else:
+        assert told == [("dismiss", "w2")]
+        told = stage.step(*stage.end(Outcome.LEFT, 6, "w2"))
+        told += stage.step(Changed()) + stage.step(Changed())
+    stage.steps(2)
+    assert formed(stage) == ("w0", "w3")
+    assert stage.controller.worker_registry.counts() == {"training": 2, "ready": 1}
+    assert stage.steps(3) == [], "w2 is the spare again"
+    assert any("w2 makes room" in said or "w2 made room" in said for said in stage.said)
+
+
+@BOTH
+def test_a_spare_that_shares_no_node_trains_on_when_another_worker_is_ready(is_sync):
+    stage = on_two_nodes(2, is_sync=is_sync)
+    replace_lost(stage, "w0", "w1")
+    assert set(formed(stage)) == {"w1", "w2"}
+    assert stage.step(WorkerReady("w3", "c")) + stage.steps(2) == []
+
+
+def test_a_spare_that_shares_a_node_trains_on_if_the_other_worker_is_lost_as_well():
+    stage = on_two_nodes(2)
+    replace_lost(stage)
+    assert stage.step(WorkerReady("w3", "c")) == [("vote", "regroup")]
+    stage.step(Lost("w3", DIED))
+    stage.step(*stage.end(Outcome.REGROUP, 6, "w0", "w2"), Published((4, 6)))
+    stage.steps(2)
+    assert formed(stage) == ("w0", "w2")
+
+
 def test_a_spare_takes_the_place_of_a_straggler_which_then_stands_by_itself():
     now = Membership(1, ("w0", "w1"))
     limits = {"min_workers": 2, "max_workers": 2, "patience_s": 5.0}

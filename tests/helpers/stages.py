@@ -147,7 +147,10 @@ class Stage:
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
             scaling=ScalingConfig(
-                num_workers=num_workers, start_timeout_s=60.0, spares=more.pop("spares", 0)
+                num_workers=num_workers,
+                start_timeout_s=60.0,
+                spares=more.pop("spares", 0),
+                gpus_per_worker=more.pop("gpus", 0.0),
             ),
             training=TrainingConfig(epochs=5, deterministic=more.pop("deterministic", False)),
             checkpoint=CheckpointConfig(**{"every_s": None, **more}),
