@@ -406,7 +406,7 @@ class Controller:
 
     def _pause_if_idle(self, run: Generation) -> None:
         """Begin a pause if no member trains any more."""
-        if not run.at_work:
+        if run.is_idle:
             self.stragglers.pause(self._clock(), run.membership.generation)
 
     def _on_loss(self, name: str, reason: str) -> None:
@@ -570,7 +570,7 @@ class Controller:
         """Wait for the members to leave the failed exchange, and leave out those that do not."""
         run = self._run
         assert run is not None
-        if run.at_work and self._clock() - self._state_since <= self._policy.answer_s:
+        if not run.is_idle and self._clock() - self._state_since <= self._policy.answer_s:
             return
         self._worker_pool.leave_out(run, run.at_work)
         if self._is_explained(run) or self._clock() - run.broken_at > CAUSE_S:

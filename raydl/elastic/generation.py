@@ -50,6 +50,11 @@ class Generation:
         return tuple(w for w in self.present if w not in self.ended)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no member is in its loop. With many members this is faster than ``at_work``."""
+        return len(self.ended) + len(self.lost) >= self.membership.num_workers
+
+    @property
     def is_broken(self) -> bool:
         """Whether an exchange did not complete."""
         return any(end.outcome is Outcome.BROKEN for end in self.ended.values())

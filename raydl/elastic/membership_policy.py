@@ -101,7 +101,7 @@ class SyncMembership:
         """Return the decision for a generation that trains."""
         if run.lost or run.is_broken:
             return Next.ABANDON
-        if not run.at_work:
+        if run.is_idle:
             return Next.END
         if run.ended:  # the others leave after the same round
             return Next.TRAIN
@@ -113,7 +113,7 @@ class SyncMembership:
         """Return the decision for a generation that leaves by vote."""
         if run.lost or run.is_broken:
             return Next.ABANDON
-        if not run.at_work:
+        if run.is_idle:
             return Next.END
         return Next.ABANDON if not run.ended and self._leaves_out_late(run) else Next.REGROUP
 
@@ -194,10 +194,10 @@ class AsyncMembership:
             if run.lost:
                 return self._without_the_lost(run)
             # Until the others have left by vote, and the center has a snapshot taken later.
-            return Next.END if not run.at_work and run.num_snapshots > 1 else Next.TRAIN
-        if not run.at_work and run.is_broken:  # the loss of the center may be reported next
+            return Next.END if run.is_idle and run.num_snapshots > 1 else Next.TRAIN
+        if run.is_idle and run.is_broken:  # the loss of the center may be reported next
             return Next.TRAIN
-        if not run.at_work and not run.lost:
+        if run.is_idle and not run.lost:
             return Next.END
         membership, reason = self.worker_pool.decide(run.membership)
         if membership is not None and run.lost:
@@ -256,13 +256,13 @@ class AsyncMembership:
         self._drop_ended(run)
         if run.lost:
             return self._without_the_lost(run)
-        if not run.at_work and run.is_broken:
+        if run.is_idle and run.is_broken:
             return Next.REGROUP  # the loss of the center may be reported next
         if not run.is_regroup_voted:
             run.is_regroup_voted = True
             self.worker_group.vote(run.membership.generation, regroup=1.0)
             return Next.REGROUP
-        return Next.REGROUP if run.at_work else Next.END
+        return Next.END if run.is_idle else Next.REGROUP
 
     def round_to_go_on_from(
         self, run: Generation | None, copy: Copy | None, known: int

@@ -36,6 +36,20 @@ def test_members_are_at_work_until_they_have_ended_and_present_until_they_are_lo
     assert run.ended == {}
 
 
+def test_it_is_idle_once_each_member_has_ended_or_was_lost():
+    run = generation_of()
+    assert not run.is_idle
+    end(run, "w1", Outcome.REGROUP)
+    run.lose("w1")
+    run.lose("w1")
+    end(run, "w2", Outcome.REGROUP)
+    assert (run.is_idle, run.at_work) == (False, ("w0",))
+    run.lose("w0")
+    assert (run.is_idle, run.at_work) == (True, ())
+    run.change(Membership(2, ("w0", "w2")))
+    assert (run.is_idle, run.at_work) == (False, ("w0",))
+
+
 def test_it_is_broken_when_an_exchange_did_not_complete():
     run = generation_of()
     end(run, "w0", Outcome.REGROUP)
