@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydl.cli.options import Flag, parse, print_table
+from raydl.cli.spot_planning import SpotCost, SpotOptions, SpotPlan, read_prices
 from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require
 from raydl.core.cost_model import Network
@@ -57,6 +58,15 @@ class _PlanOptions:
     """Shards of the center, one node each (methods that are not synchronous)."""
     target: float = 0.05
     """Largest share of communication, in (0, 1), with the best period."""
+    preemptions: float | None = None
+    """Preemptions of a machine per hour: also predict goodput, time and cost on spot machines."""
+    spares: int = 0
+    """Hot spares, with --preemptions."""
+    samples: int | None = None
+    """Samples that the run trains, with --preemptions: for its hours and its cost."""
+    price: str | None = None
+    """JSON file with the prices of a machine-hour, {"spot": 0.31, "on_demand": 1.01}."""
+    spot: SpotOptions = dataclasses.field(default_factory=SpotOptions)
     out: str | None = None
     """Chart file to draw: .png, .svg or .pdf."""
     json: Flag = False
@@ -71,6 +81,8 @@ class _MethodCost:
     plan: Plan
     predictions: list[Prediction]
     best_periods: list[int | None]
+    on_spot: list[SpotCost]
+    """What to expect on machines that are preempted; empty without ``--preemptions``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,23 +104,40 @@ def plan(arguments: Sequence[str]) -> int:
     counts = _workers(options.workers)
     require(0 < options.target < 1, "target", "in (0, 1)", options.target)
     require(options.batch_size >= 1, "batch_size", "1 or more", options.batch_size)
+    spot_plan = _spot_plan(options)
     from raydl.core.methods import resolve  # imports torch
 
     names = dict.fromkeys(name.strip() for name in options.method.split(","))
     given = [MethodConfig(name=name, period=options.period) for name in names]
     methods = [resolve(TrainConfig(method=method)) for method in given]
     workload = _workload(options, methods[0])
-    costs = [_predict_cost(m, options, workload, network, counts) for m in methods]
+    costs = [_predict_cost(m, options, workload, network, counts, spot_plan) for m in methods]
     if options.json:
-        print(json.dumps(_as_dict(options, workload, network, costs), indent=2))
+        print(json.dumps(_as_dict(options, workload, network, costs, spot_plan), indent=2))
     else:
-        _print(options, workload, network, costs)
+        _print(options, workload, network, costs, spot_plan)
     if out is not None:
         title = f"{workload.name}, batch {options.batch_size} per worker, {options.network}"
         _draw(costs, title, out)
         if not options.json:
             print(f"chart: {out}")
     return 0
+
+
+def _spot_plan(options: _PlanOptions) -> SpotPlan | None:
+    """Return the request about machines that are preempted, or None if there is none."""
+    if options.preemptions is None:
+        given = {"spares": options.spares, "samples": options.samples, "price": options.price}
+        for name, value in given.items():
+            require(not value, name, "given only with --preemptions", value)
+        return None
+    return SpotPlan(
+        preemptions=options.preemptions,
+        spares=options.spares,
+        options=options.spot,
+        num_samples=options.samples,
+        prices=None if options.price is None else read_prices(options.price),
+    )
 
 
 def _check_out(out: str) -> Path:
@@ -219,6 +248,7 @@ def _predict_cost(
     workload: _Workload,
     network: Network,
     counts: Sequence[int],
+    spot_plan: SpotPlan | None,
 ) -> _MethodCost:
     """Return the predicted cost of a method with each number of workers."""
     from raydl.core.rules import Sends
@@ -234,16 +264,24 @@ def _predict_cost(
         batch_size=options.batch_size,
         center_shards=1 if method.is_sync else options.center_shards,
     )
+    predictions = [predict(plan, network, count) for count in counts]
     return _MethodCost(
         method=method.name,
         plan=plan,
-        predictions=[predict(plan, network, count) for count in counts],
+        predictions=predictions,
         best_periods=[best_period(plan, network, count, target=options.target) for count in counts],
+        on_spot=[spot_plan.cost(method.name, plan, network, p) for p in predictions]
+        if spot_plan
+        else [],
     )
 
 
 def _as_dict(
-    options: _PlanOptions, workload: _Workload, network: Network, costs: Sequence[_MethodCost]
+    options: _PlanOptions,
+    workload: _Workload,
+    network: Network,
+    costs: Sequence[_MethodCost],
+    spot_plan: SpotPlan | None,
 ) -> dict[str, Any]:
     """Return all predictions as nested plain values, for JSON."""
     return {
@@ -262,6 +300,7 @@ def _as_dict(
                     {**dataclasses.asdict(prediction), "best_period": period}
                     for prediction, period in zip(cost.predictions, cost.best_periods, strict=True)
                 ],
+                "on_spot": [spot_plan.as_dict(c) for c in cost.on_spot] if spot_plan else [],
             }
             for cost in costs
         ],
@@ -269,7 +308,11 @@ def _as_dict(
 
 
 def _print(
-    options: _PlanOptions, workload: _Workload, network: Network, costs: Sequence[_MethodCost]
+    options: _PlanOptions,
+    workload: _Workload,
+    network: Network,
+    costs: Sequence[_MethodCost],
+    spot_plan: SpotPlan | None,
 ) -> None:
     origin = "measured here, one thread" if workload.is_step_measured else "as given"
     print(
@@ -295,6 +338,8 @@ def _print(
         ]  # fmt: skip
         print_table(head, rows, numbers=head)
         print(f"\na worker's time: # computing, . waiting\n{_bars(cost.predictions)}")
+        if spot_plan:
+            spot_plan.print(cost.on_spot)
     print(
         "\nwaiting: share of a worker's time in communication that is not hidden\n"
         f"best period: the shortest with at most {options.target:.3g} of the time waiting"
