@@ -13,6 +13,10 @@ goodput  counted samples per second from the first kill on, over those of the qu
          that were thrown away or repeated do not count. For Ray Train, which has no such count,
          it is the progress of the group that trains last, from the checkpoint that it started from.
 
+expected the goodput that the simulation behind ``raydl plan --preemptions`` gives for these workers
+         and kills, with its default durations: two workers share a machine of two cores, which
+         stays. Kills of the center are not simulated.
+
 With ``2 + spare`` a hot spare stands by; ``1:2`` continues with one worker until the replacement
 has started; ``2`` waits for it. A new process uses some 2.6 s of CPU time until it trains, on the
 cores that the workers use, too: with a kill every 15 s on two cores that alone costs 0.09 of the
@@ -27,7 +31,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +39,8 @@ from benchmarks.measure import Figure, Report, Spread, interleaved, options_of
 from benchmarks.programs import data_at, end_cleanly
 from benchmarks.recovery import endless_peer, endless_run, num_ready
 from benchmarks.watching import Cluster, Watched, WatchError, processes_of
+from raydl.tools.simulated_group import Fleet, Preemption
+from raydl.tools.spot import elastic_outlook
 
 NUM_WORKERS = 2
 TARGET = 0.97
@@ -49,6 +55,10 @@ CASES = {
 }
 """Method, workers, hot spares, and what is killed."""
 QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}
+_ROUND_S = 0.2
+"""Seconds of a round of LeNet at the default period, as the simulation assumes."""
+_WITHIN = 0.1
+"""Largest difference between the expected goodput and the measured one."""
 _UP_S = 180.0
 _SETTLE_S = 2.0
 """Seconds of training before the quiet ones."""
@@ -78,6 +88,9 @@ class Goodput:
     speed: float
     num_kills: int
 
+    expected: float | None = None
+    """The goodput of the simulation; None: there is none."""
+
     @property
     def share(self) -> float:
         """The goodput."""
@@ -106,7 +119,23 @@ def raydl_case(
         ready = f"{spares} spares are ready"
         run.wait_until(lambda: num_ready(folder) >= spares, ready, within_s=_UP_S)
         victim = partial(_center, cluster) if target == "center" else partial(_worker, run)
-        return _storm(run, times, victim, lambda: _counted(folder))
+        measured = _storm(run, times, victim, lambda: _counted(folder))
+    if target == "center":
+        return measured
+    return replace(measured, expected=expected(times, method, workers, spares))
+
+
+def expected(times: Times, method: str, workers: str, spares: int) -> float:
+    """Return the goodput that the simulation behind ``raydl plan`` gives for kills of workers."""
+    low, _, high = workers.partition(":")
+    fleet = Fleet(
+        num_workers=int(high or low), min_workers=int(low), spares=spares,
+        workers_per_machine=NUM_WORKERS, replace_s=0.0,
+    )  # fmt: skip
+    kills = [Preemption(times.every_s * k, 0) for k in range(round(times.storm_s / times.every_s))]
+    return elastic_outlook(
+        fleet, kills, method=method, speed=float, round_s=_ROUND_S, until_s=times.storm_s
+    ).goodput
 
 
 def peer_case(cluster: Cluster, data: str, times: Times) -> Goodput:
@@ -202,11 +231,21 @@ def add_results(report: Report, results: dict[str, list[Goodput]]) -> None:
         share = Spread.of([goodput.share for goodput in of_case])
         quiet = Spread.of([goodput.quiet_speed for goodput in of_case])
         kills = sum(goodput.num_kills for goodput in of_case)
-        rows.append((name, share.text(), quiet.text(".4g"), kills))
+        simulated = of_case[0].expected
+        told = "" if simulated is None else f"{simulated:.3g}"
+        rows.append((name, share.text(), told, quiet.text(".4g"), kills))
         short = name.replace(",", "").replace(" ", "-").replace("-+-", "-").lower()
         target = TARGET if "spare" in name or "center" in name else None
         report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
-    report.add_table(("", "goodput", "quiet samples/s", "kills"), rows)
+        if simulated is not None:
+            error = Spread.of([abs(simulated / goodput.share - 1) for goodput in of_case])
+            report.add_figures(
+                Figure(
+                    name=f"goodput.{short}.error_of_plan", value=error, target=_WITHIN,
+                    is_better="less",
+                )
+            )  # fmt: skip
+    report.add_table(("", "goodput", "expected", "quiet samples/s", "kills"), rows)
 
 
 def main() -> None:
