@@ -236,6 +236,14 @@ class SpotPlan:
             for training, outlook in cost.outlooks.items()
         ]
         print_table(head, rows, numbers=[name for name in head if name != "training"])
+        at = "at the best interval"
+        if options.checkpoint_s is not None:
+            at = f"every {options.checkpoint_s:g} s"
+        print(
+            f"elastic: at least {options.min_workers} train on while others are replaced\n"
+            f"restarts: all stop, and start again from a checkpoint ({at})\n"
+            f"on demand: the same machines, not preempted"
+        )
 
     def _row(self, training: str, outlook: Outlook) -> list[str]:
         row = [
