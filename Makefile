@@ -86,7 +86,9 @@ bench: $(VENV)/installed-bench  ## all benchmarks, hours; BENCH_OPTIONS=--quick 
 	@failed=; for name in $(BENCHMARKS); do \
 		$(BIN)/python -m benchmarks.$$name --out benchmarks/results $(BENCH_OPTIONS) || \
 		failed="$$failed $$name"; \
-	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+	done; $(if $(findstring quick,$(BENCH_OPTIONS)),,\
+	$(BIN)/python -m benchmarks.page || failed="$$failed page";) \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

@@ -10,8 +10,9 @@ center   the Center actor, which holds the center
 
 goodput  counted samples per second from the first kill on, over those of the quiet seconds before
          it in the same run. A sample counts when the run counts it (``status.json``), so steps
-         that were thrown away or repeated do not count. For Ray Train, which has no such count,
-         it is the progress of the group that trains last, from the checkpoint that it started from.
+         that were thrown away or repeated do not count. For torchft these are the samples of
+         committed steps. For Ray Train, which has no such count, it is the progress of the group
+         that trains last, from the checkpoint that it started from.
 
 expected the goodput that the simulation behind ``raydl plan --preemptions`` gives for these workers
          and kills, with its default durations: two workers share a machine of two cores, which
@@ -37,14 +38,19 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of
 from benchmarks.programs import data_at, end_cleanly
-from benchmarks.recovery import endless_peer, endless_run, num_ready
+from benchmarks.recovery import endless_peer, endless_run, endless_torchft, num_ready
 from benchmarks.watching import Cluster, Watched, WatchError, processes_of
 from raydl.tools.simulated_group import Fleet, Preemption
 from raydl.tools.spot import elastic_outlook
 
 NUM_WORKERS = 2
 TARGET = 0.97
-PEER = "Ray Train, worker"
+PEERS = {
+    "Ray Train, worker": partial(endless_peer, num_workers=NUM_WORKERS, max_failures=1000),
+    "torchft DDP, worker": partial(endless_torchft, method="ddp", num_workers=NUM_WORKERS),
+    "torchft DiLoCo, worker": partial(endless_torchft, method="diloco", num_workers=NUM_WORKERS),
+}
+"""The words of each peer's command, given the data."""
 CASES = {
     "sync-easgd 2 + spare, worker": ("sync-easgd", "2", 1, "worker"),
     "async-easgd 2 + spare, worker": ("async-easgd", "2", 1, "worker"),
@@ -138,13 +144,13 @@ def expected(times: Times, method: str, workers: str, spares: int) -> float:
     ).goodput
 
 
-def peer_case(cluster: Cluster, data: str, times: Times) -> Goodput:
-    """Return the goodput of Ray Train; see ``raydl_case``.
+def peer_case(cluster: Cluster, times: Times, words: list[str]) -> Goodput:
+    """Return the goodput of a peer, by the words of its command; see ``raydl_case``.
 
     Raises:
         WatchError: if the run ended or timed out.
     """
-    with Watched(endless_peer(data, NUM_WORKERS, max_failures=1000), cluster) as run:
+    with Watched(words, cluster) as run:
         return _storm(run, times, partial(_worker, run), lambda: _reached(run))
 
 
@@ -218,7 +224,7 @@ def _counted(folder: Path) -> tuple[float, int]:
 
 
 def _reached(run: Watched) -> tuple[float, int]:
-    """Return when Ray Train last took a step, and its progress then, in samples of all workers."""
+    """Return when a peer last took a step, and its progress then, in samples of all workers."""
     newest = (run.folder / "events").read_text().rstrip("\n").rpartition("\n")[2]
     event = json.loads(newest)
     return event["time"], event["samples"]
@@ -262,7 +268,8 @@ def main() -> None:
             name: partial(raydl_case, cluster, data, times, *words) for name, words in ours.items()
         }
         if not options.quick:
-            cases[PEER] = partial(peer_case, cluster, data, times)
+            for name, words_of in PEERS.items():
+                cases[name] = partial(peer_case, cluster, times, words_of(data))
         try:
             add_results(report, interleaved(cases, repeats=options.repeats or 1))
         except WatchError as error:

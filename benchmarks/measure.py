@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +62,15 @@ class Figure:
         if self.is_better == "greater":
             return self.value.median >= self.target
         return self.value.median <= self.target
+
+    @classmethod
+    def of_line(cls, line: str) -> Figure:
+        """Return the figure of a line of JSON."""
+        given = json.loads(line)
+        value = Spread(given["value"], given["least"], given["greatest"])
+        return cls(
+            name=given["name"], value=value, target=given["target"], is_better=given["is_better"]
+        )
 
     def line(self) -> str:
         """Return the figure as a line of JSON."""
@@ -110,9 +120,10 @@ class Report:
         """Print the figures, and write the report to NAME.md and NAME.json in a folder, if any."""
         lines = "\n".join(figure.line() for figure in self.figures) + "\n"
         title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
-        head = [title, f"    {self.command}", machine()]
+        when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        head = [title, f"    {self.command}", f"{when}, {machine()}"]
         words = {True: "met", False: "missed", None: ""}
-        rows = [(f.name, f.value.text(), _target(f), words[f.is_met]) for f in self.figures]
+        rows = [(f.name, f.value.text(), target_text(f), words[f.is_met]) for f in self.figures]
         figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)
         print("\n\n".join([*head, figures]), end="\n\n")
         print(lines, end="", flush=True)
@@ -178,7 +189,8 @@ def machine() -> str:
     )
 
 
-def _target(figure: Figure) -> str:
+def target_text(figure: Figure) -> str:
+    """Return "at least 0.9", "at most 0.9", or nothing without a target."""
     if figure.target is None:
         return ""
     return f"{'at least' if figure.is_better == 'greater' else 'at most'} {figure.target:g}"

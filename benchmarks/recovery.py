@@ -113,13 +113,22 @@ def endless_run(data: str, method: str, workers: str, spares: int) -> list[str]:
     ]  # fmt: skip
 
 
-def endless_peer(data: str, num_workers: int, *, max_failures: int) -> list[str]:
+def endless_peer(data: str, *, num_workers: int, max_failures: int) -> list[str]:
     """Return the words of a run of Ray Train that does not end by itself."""
     return [
         "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
         "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
         "--max-failures", str(max_failures), "--checkpoint-every", str(CHECKPOINT_SAMPLES),
         "--events", "{folder}/events",
+    ]  # fmt: skip
+
+
+def endless_torchft(data: str, *, method: str, num_workers: int) -> list[str]:
+    """Return the words of a run of torchft that does not end by itself."""
+    return [
+        "-m", "benchmarks.peers.torchft_replicas", "--data", data, "--model", MODEL,
+        "--method", method, "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE),
+        "--samples", _ENDLESS, "--events", "{folder}/events",
     ]  # fmt: skip
 
 
@@ -173,7 +182,7 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
     Raises:
         WatchError: if the run timed out.
     """
-    with Watched(endless_peer(data, num_workers, max_failures=3), cluster) as run:
+    with Watched(endless_peer(data, num_workers=num_workers, max_failures=3), cluster) as run:
         _, killed_at = _kill_one(run, num_workers, turn)
         before = run.steps()
         reached = _reached(before, killed_at)

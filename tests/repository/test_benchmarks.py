@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import watching
+from benchmarks import page, watching
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
 from benchmarks.mixed_speed import mean_speed
@@ -97,6 +97,47 @@ def test_a_report_has_its_tables_and_says_which_figures_are_met(tmp_path, capsys
     printed = capsys.readouterr().out
     assert "| bench.case.what | 2 (2 to 2) | at least 1 | met |" in printed
     assert printed.endswith("".join(f"{line}\n" for line in lines))
+
+
+def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_path, monkeypatch):
+    results, out = tmp_path / "results", tmp_path / "docs/benchmarks.md"
+    for name, is_quick, value in (
+        ("ladder", False, 2.0),
+        ("exchange", False, 0.5),
+        ("hosts", True, 1),
+    ):
+        report = Report(name, f"python -m benchmarks.{name}", is_quick=is_quick)
+        report.add_table(("case", "seconds"), [(name, 2)])
+        report.add_figures(
+            Figure(name=f"{name}.a.speed", value=Spread.of([value]), target=1.0),
+            Figure(name=f"{name}.b.speed", value=Spread.of([value])),
+        )
+        report.close(results)
+    monkeypatch.setattr("sys.argv", ["page", "--results", str(results), "--out", str(out)])
+    page.main()
+    text = out.read_text()
+    assert "| [ladder](#ladder) | a.speed | 2 (2 to 2) | at least 1 | 🟢 |" in text
+    assert "| [exchange](#exchange) | a.speed | 0.5 (0.5 to 0.5) | at least 1 | 🔴 |" in text
+    assert "| case | seconds |\n| --- | --- |\n| exchange | 2 |" in text
+    assert "    python -m benchmarks.ladder" in text
+    assert "hosts" not in text, "a short run"
+    assert sorted(p.name for p in (tmp_path / "docs/benchmarks").iterdir()) == [
+        "exchange.svg", "ladder.svg"
+    ]  # fmt: skip
+    assert all(f"(benchmarks/{name}.svg)" in text for name in ("exchange", "ladder"))
+
+
+def test_a_page_without_results_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(SystemExit, match="has no results of whole benchmarks; run make bench"):
+        page.read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("is_better", "value", "relative"),
+    [("greater", 2.0, 2.0), ("greater", 0.5, 0.5), ("less", 0.5, 2.0), ("less", 0.0, 2.0)],
+)
+def test_a_chart_shows_how_good_a_figure_is(is_better, value, relative):
+    assert page._relative(figure(value, target=1.0, is_better=is_better), value) == relative
 
 
 def test_ranks_share_each_step_of_an_epoch_without_repeating_a_sample():

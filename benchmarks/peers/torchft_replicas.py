@@ -1,0 +1,180 @@
+"""torchft: replicas that continue without a lost one, and let its replacement catch up.
+
+python -m benchmarks.peers.torchft_replicas --method ddp --workers 2 --samples 60000 --events FILE
+
+The first process runs torchft's lighthouse and one process per replica, which it starts again at
+once if it ends by a signal. torchft's time-outs are shorter than its defaults, to its advantage: a
+lost replica is noticed after one second instead of five. The data is decoded once, before the
+replicas start.
+
+ddp         torchft.DistributedDataParallel and torchft.Optimizer: gradients, every step
+local-sgd   torchft.local_sgd.LocalSGD: weights, every ``--period`` steps
+diloco      torchft.local_sgd.DiLoCo: progress, every ``--period`` steps, with Nesterov's momentum
+
+A sample counts when torchft has committed its step, in all replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from benchmarks.peers.loop import Events, Settings, parser_of, read_data, settings_of
+from raydl import models
+from raydl.config import TrainConfig
+from raydl.data import preparation_for
+
+METHODS = ("ddp", "local-sgd", "diloco")
+_HEARTBEAT_MS = 1000
+"""Time after which the lighthouse takes a silent replica for lost."""
+_TICK_MS, _JOIN_MS = 50, 100
+_TIMEOUT = timedelta(seconds=10)
+_HOST = "127.0.0.1"
+_DECODED = "RAYDL_BENCHMARK_DECODED"
+"""Environment variable with the file of the decoded data."""
+
+
+def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
+    """Run a lighthouse and the replicas, until all have ended by themselves."""
+    from torchft.coordination import LighthouseServer
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    lighthouse = LighthouseServer(
+        bind=f"{_HOST}:0",
+        min_replicas=1,
+        join_timeout_ms=_JOIN_MS,
+        quorum_tick_ms=_TICK_MS,
+        heartbeat_timeout_ms=_HEARTBEAT_MS,
+    )
+    port = lighthouse.address().rpartition(":")[2].rstrip("/")
+    with tempfile.NamedTemporaryFile(prefix="decoded-") as decoded:
+        pickle.dump(read_data(settings), decoded)
+        decoded.flush()
+        own = {"TORCHFT_LIGHTHOUSE": f"http://{_HOST}:{port}", _DECODED: decoded.name}
+        command = [sys.executable, "-m", "benchmarks.peers.torchft_replicas", *words, "--replica"]
+        _keep_running(command, {**os.environ, **own}, num_replicas)
+    lighthouse.shutdown()
+
+
+def _keep_running(command: list[str], environment: dict[str, str], num_replicas: int) -> None:
+    """Run the replicas, and start each again that ends by a signal."""
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, str(number)], env=environment)
+
+    replicas = {number: start(number) for number in range(num_replicas)}
+    try:
+        while replicas:
+            for number, process in list(replicas.items()):
+                code = process.poll()
+                if code is not None and code < 0:
+                    replicas[number] = start(number)
+                elif code is not None:
+                    del replicas[number]
+            time.sleep(0.02)
+    finally:
+        for process in replicas.values():
+            process.kill()
+
+
+def train(settings: Settings, *, method: str, period: int, replica: int) -> None:
+    """Train one replica to the end."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    torch.set_num_threads(1)
+    torch.manual_seed(settings.seed)
+    data = pickle.loads(Path(os.environ[_DECODED]).read_bytes())
+    shape = data.train.shape
+    prepare = preparation_for(data, TrainConfig(model=settings.model))
+    module = models.find(settings.model)(shape.input_shape, shape.num_classes)
+    inner = torch.optim.SGD(module.parameters(), lr=settings.lr, momentum=settings.momentum)
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": module.state_dict(), "optimizer": inner.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        module.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        _HOST, 0, is_master=True, wait_for_workers=False
+    )
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=_TIMEOUT),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=1,
+        use_async_quorum=method == "ddp",
+        timeout=_TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr=_HOST,
+        store_port=store.port,
+        replica_id=f"replica-{replica}",
+        hostname=_HOST,
+    )
+    model: torch.nn.Module = module
+    optimizer: Any = inner
+    scope: Any = contextlib.nullcontext()
+    if method == "ddp":
+        model, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, inner)
+    elif method == "local-sgd":
+        scope = LocalSGD(manager, module, inner, sync_every=period)
+    else:
+        outer = torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        scope = DiLoCo(manager, [module], inner, outer, sync_every=period)
+    per_commit = settings.batch_size * (1 if method == "ddp" else period)
+    events, generator = Events(settings.events), np.random.default_rng(replica)
+    began, is_first = time.monotonic(), True
+    with scope:
+        while not _is_over(settings, manager.batches_committed() * per_commit, began):
+            rows = generator.integers(0, data.train.num_samples, settings.batch_size)
+            images, labels = prepare(data.train.fetch(rows), rows, 0)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            num_samples = manager.batches_committed() * per_commit
+            events.write(num_samples, "first_step" if is_first else None)
+            is_first = False
+    events.write(manager.batches_committed() * per_commit, "last_step")
+    os._exit(0)  # the threads of torchft may still wait for others
+
+
+def _is_over(settings: Settings, num_samples: int, began: float) -> bool:
+    if settings.samples is not None:
+        return num_samples >= settings.samples
+    return time.monotonic() - began >= (settings.seconds or 0.0)
+
+
+def main() -> None:
+    """Launch the replicas, or train as one of them."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--method", choices=METHODS, default="ddp")
+    parser.add_argument("--period", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--replica", type=int, help="set by the launcher")
+    options = parser.parse_args()
+    settings = settings_of(parser, options)
+    if options.replica is None:
+        launch(settings, sys.argv[1:], num_replicas=options.workers)
+    else:
+        train(settings, method=options.method, period=options.period, replica=options.replica)
+
+
+if __name__ == "__main__":
+    main()
