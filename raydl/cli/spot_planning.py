@@ -188,23 +188,28 @@ class SpotPlan:
             outlooks={"elastic": elastic, "restarts": restarts, "on demand": quiet},
         )
 
-    def price(self, training: str, hours: float) -> float | None:
-        """Return the price of a machine-hour for a kind of training, or None if not known."""
+    def whole_run(self, training: str, outlook: Outlook) -> tuple[float | None, float | None]:
+        """Return the hours and the cost of the whole run, each None if it is not known.
+
+        Args:
+            training: kind of training.
+            outlook: what to expect of it.
+        """
+        if self.num_samples is None or not outlook.samples_per_s:
+            return None, None
+        hours = outlook.hours(self.num_samples)
         if self.prices is None:
-            return None
-        return self.prices.on_demand if training == "on demand" else self.prices.mean_spot(hours)
+            return hours, None
+        is_spot = training != "on demand"
+        price = self.prices.mean_spot(hours) if is_spot else self.prices.on_demand
+        return hours, None if price is None else outlook.cost(self.num_samples, price)
 
     def as_dict(self, cost: SpotCost) -> dict[str, Any]:
         """Return what to expect as nested plain values, for JSON."""
-        rows: dict[str, Any] = {}
+        rows = {}
         for training, outlook in cost.outlooks.items():
-            rows[training] = dataclasses.asdict(outlook)
-            if self.num_samples is not None:
-                hours = outlook.hours(self.num_samples)
-                price = self.price(training, hours)
-                rows[training]["hours"] = hours if hours < math.inf else None
-                if price is not None and hours < math.inf:
-                    rows[training]["cost"] = outlook.cost(self.num_samples, price)
+            hours, price = self.whole_run(training, outlook)
+            rows[training] = {**dataclasses.asdict(outlook), "hours": hours, "cost": price}
         return {
             "num_workers": cost.num_workers,
             "simulated_hours": cost.hours,
@@ -246,16 +251,13 @@ class SpotPlan:
         )
 
     def _row(self, training: str, outlook: Outlook) -> list[str]:
+        hours, cost = self.whole_run(training, outlook)
         row = [
             training, f"{outlook.goodput:.1%}", f"{outlook.samples_per_s:,.0f}",
             f"{outlook.num_machines:,.1f}",
         ]  # fmt: skip
-        if self.num_samples is None:
-            return row
-        hours = outlook.hours(self.num_samples)
-        row.append(f"{hours:,.1f}" if hours < math.inf else "never")
+        if self.num_samples is not None:
+            row.append("never" if hours is None else f"{hours:,.1f}")
         if self.prices is not None:
-            price = self.price(training, hours)
-            is_known = price is not None and hours < math.inf
-            row.append(f"{outlook.cost(self.num_samples, price):,.2f}" if is_known else "-")  # type: ignore[arg-type]
+            row.append("-" if cost is None else f"{cost:,.2f}")
         return row
