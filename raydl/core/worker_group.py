@@ -65,6 +65,8 @@ class Draining:
     """A worker's node will be removed soon."""
 
     worker_id: str
+    left_s: float = 0.0
+    """Seconds until then; 0: not known."""
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ class Controller:
             self._center_manager.evaluate_newest()
         for worker_id in self._worker_pool.lose_stuck():
             self._stop_waiting_for(worker_id)
+        self._worker_pool.release_draining()
         act = {
             State.WAITING: self._wait,
             State.TRAINING: self._train,
@@ -275,8 +276,8 @@ class Controller:
             case WorkerReady(worker_id, node) if worker_id in self.worker_registry:
                 self.worker_registry.note_ready(worker_id, node)
                 self._worker_pool.hand_over()
-            case Draining(worker_id) if worker_id in self.worker_registry:
-                self._worker_pool.release(worker_id, "is on a draining node")
+            case Draining(worker_id, left_s) if worker_id in self.worker_registry:
+                self._worker_pool.drain(worker_id, left_s)
             case Published():
                 self._on_published(event)
             case Refused(process, num_messages):

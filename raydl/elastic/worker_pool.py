@@ -20,6 +20,7 @@ _PATIENCE_S = 5.0
 _HANDOVER_S = 120.0
 """The longest wait for a leaver to hand in its replica, and for a newcomer to read it, in seconds.
 The others may be waiting meanwhile, and a newcomer can start from the center instead."""
+_DRAINS = "is on a draining node"
 
 
 class WorkerPool:
@@ -140,6 +141,42 @@ class WorkerPool:
         how = "was ended; it was not training" if is_idle else "leaves after its next exchange"
         then = f"; it is replaced, since at least {fewest} must train" if is_replaced else ""
         return True, f"{worker_id} {how}{then}"
+
+    def drain(self, worker_id: str, left_s: float) -> None:
+        """Request the replacement of a worker whose node will be removed, and let it leave.
+
+        It trains on until the replacement is ready, but for half of the time at most: then it still
+        has to complete its round and to hand in its replica.
+
+        Args:
+            worker_id: the worker.
+            left_s: seconds until the node is removed; 0: not known.
+        """
+        entry = self._worker_registry[worker_id]
+        round_s = entry.report.round_s if entry.report else 0.0
+        stay_s = left_s / 2 - 2 * round_s
+        if entry.phase is not Phase.TRAINING or stay_s <= 0:
+            self.release(worker_id, _DRAINS)
+            return
+        entry.leave_by = self._clock() + stay_s
+        self._log(
+            f"{worker_id} {_DRAINS}; it trains on until its replacement is ready, for "
+            f"{stay_s:.0f} s at most"
+        )
+        self._request_missing()
+
+    def release_draining(self) -> None:
+        """Let workers on draining nodes leave whose replacements are ready, or whose time is up."""
+        entries = self._worker_registry.entries()
+        draining = [e for e in entries if e.leave_by is not None and e.phase is Phase.TRAINING]
+        if not draining:
+            return
+        num_ready = sum(e.phase is Phase.READY for e in entries) - len(self._held_back())
+        num_replaced = num_ready - self._num_free_places()
+        for number, entry in enumerate(draining):
+            assert entry.leave_by is not None
+            if number < num_replaced or self._clock() >= entry.leave_by:
+                self.release(entry.worker_id, _DRAINS)
 
     def release(self, worker_id: str, cause: str) -> None:
         """Let a worker leave, and request another one if fewer than the maximum are left."""

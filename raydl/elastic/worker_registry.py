@@ -81,6 +81,8 @@ class WorkerEntry:
     """When it was asked to hand in its replica; None: it was not."""
     has_handed_in: bool = False
     """Whether its replica is in the storage, or will not arrive."""
+    leave_by: float | None = None
+    """When it has to leave, since its node will be removed; None: it may stay."""
     num_late: int = 0
     """The number of times that it was left out."""
     reserves_cpu: bool = True
@@ -143,7 +145,8 @@ class WorkerRegistry:
         Args:
             reserves_cpu: count the workers with CPUs of their own; otherwise those without.
         """
-        staying = (e for e in self._entries.values() if e.phase is not Phase.LEAVING)
+        present = (e for e in self._entries.values() if e.phase is not Phase.LEAVING)
+        staying = (e for e in present if e.leave_by is None)
         return sum(e.reserves_cpu == reserves_cpu for e in staying)
 
     def num_training_by_node(self) -> Counter[str]:

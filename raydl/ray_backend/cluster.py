@@ -45,17 +45,25 @@ class Notices:
         self._reported: set[str] = set()
         self._checked_at = -math.inf
 
-    def new(self, homes: Mapping[str, str]) -> list[str]:
-        """Return the workers whose nodes drain, each once.
+    def new(self, homes: Mapping[str, str]) -> dict[str, float]:
+        """Return the workers whose nodes drain, each once, with the seconds that they have.
+
+        The seconds are 0 if Ray knows no deadline.
 
         Args:
             homes: the node of each worker, by hex id.
         """
         now = time.monotonic()
         if now - self._checked_at < _CHECK_EVERY_S:
-            return []
-        self._checked_at, self.nodes = now, set(draining_nodes())
-        new = [w for w, node in homes.items() if node in self.nodes and w not in self._reported]
+            return {}
+        deadlines = draining_nodes()
+        self._checked_at, self.nodes = now, set(deadlines)
+        to_unix = time.time()
+        new = {
+            w: max(0.0, deadlines[node] / 1000 - to_unix)
+            for w, node in homes.items()
+            if node in deadlines and w not in self._reported
+        }
         self._reported = {w for w in self._reported if w in homes} | set(new)
         return new
 

@@ -442,7 +442,7 @@ class RayWorkerGroup:
             ref = self._evaluator.num_scored.remote()
             self._calls.expect(ref, "evaluator", _on_progress, task="progress")
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
-        self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
+        self._events += [Draining(w, left_s) for w, left_s in self._notices.new(homes).items()]
 
     def _request_backup(self) -> None:
         """Have the center copy its optimizer's state into the shared memory of its node."""

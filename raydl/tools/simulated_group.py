@@ -77,7 +77,7 @@ class Fleet:
     """Seconds from a notice, or else from the preemption, until a machine is replaced; 0: the
     machine stays, and one process on it is lost."""
     notice_s: float = 0.0
-    """Seconds of notice before a machine is preempted."""
+    """Seconds of notice before a machine is preempted; its replacement is ordered then."""
     start_s: float = 4.0
     """Seconds from a free place on a machine until a worker has started."""
     start_load: float = 0.65
@@ -237,9 +237,13 @@ class SimulatedWorkerGroup:
     _num_planned: int = 0
 
     def __post_init__(self) -> None:
-        self._is_up = [True] * self.fleet.num_machines
-        self._draining: set[int] = set()
-        """Machines that will be preempted soon; no worker is started on them."""
+        self._newest = list(range(self.fleet.num_machines))
+        """The newest machine in each machine's place, by its number."""
+        self._up = set(self._newest)
+        """The machines that are up."""
+        self._draining: dict[int, int] = {}
+        """The machine that will be preempted soon, by its place; no worker is started on it."""
+        self._num_machines = self.fleet.num_machines
 
     @property
     def is_at_full_strength(self) -> bool:
@@ -254,7 +258,7 @@ class SimulatedWorkerGroup:
         self._after(until_s, lambda: None)  # no leap passes the end
         for preemption in preemptions:
             notice_s = min(self.fleet.notice_s, preemption.at_s)
-            if notice_s:
+            if notice_s and self.fleet.replace_s:
                 self._after(preemption.at_s - notice_s, self._give_notice, preemption.machine)
             self._after(preemption.at_s, self._preempt, preemption.machine)
 
@@ -262,7 +266,8 @@ class SimulatedWorkerGroup:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Let time pass until something happens, at most for the time-out or, in calm, a leap."""
-        is_calm = self.now - self._busy_at > _CALM_S
+        # The controller times how long a worker stays on a draining machine.
+        is_calm = self.now - self._busy_at > _CALM_S and not self._draining
         until = self.now + (_LEAP_S if is_calm and timeout_s else timeout_s)
         if self._later:
             until = min(until, max(self.now, self._later[0][0]))
@@ -285,7 +290,7 @@ class SimulatedWorkerGroup:
         passed_s, speed = max(0.0, until - self.now), self._samples_per_s()
         self.num_samples += passed_s * speed
         self._trained_s += passed_s if speed else 0.0
-        self.machine_s += passed_s * sum(self._is_up)
+        self.machine_s += passed_s * len(self._up)
         self.now = max(self.now, until)
 
     def _after(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
@@ -327,29 +332,40 @@ class SimulatedWorkerGroup:
 
     # machines
 
-    def _give_notice(self, machine: int) -> None:
-        if self._is_up[machine] and self.fleet.replace_s:
-            self._draining.add(machine)
+    def _give_notice(self, place: int) -> None:
+        """Announce the preemption of a machine, and order its replacement."""
+        machine = self._newest[place]
+        if machine in self._up and place not in self._draining:
+            self._draining[place] = machine
+            self._after(self.fleet.replace_s, self._replace, place)
             self._events += [
-                Draining(w) for w, p in self._processes.items() if p.machine == machine
+                Draining(w, self.fleet.notice_s)
+                for w, p in self._processes.items()
+                if p.machine == machine
             ]
 
-    def _preempt(self, machine: int) -> None:
-        """Take a machine away until it is replaced, or a process of it."""
+    def _preempt(self, place: int) -> None:
+        """Take a machine away, or a process of it; without a notice, order its replacement now."""
+        machine = self._draining.pop(place, -1)
+        is_announced = machine >= 0
+        if not is_announced:
+            machine = self._newest[place]
         there = [w for w, p in self._processes.items() if p.machine == machine]
         if not self.fleet.replace_s:  # a process that trains, if there is one
             there.sort(key=lambda w: self._processes[w].trains_from is None)
             there = there[:1]
-        elif self._is_up[machine]:
-            self._is_up[machine] = False
-            self._draining.discard(machine)
-            self._after(self.fleet.absent_s, self._replace, machine)
+        elif machine in self._up:
+            self._up.remove(machine)
+            if not is_announced:
+                self._after(self.fleet.replace_s, self._replace, place)
         for worker_id in there:
             self._lose(worker_id)
         self._place()
 
-    def _replace(self, machine: int) -> None:
-        self._is_up[machine] = True
+    def _replace(self, place: int) -> None:
+        self._newest[place] = self._num_machines
+        self._up.add(self._num_machines)
+        self._num_machines += 1
         self._place()
 
     def _lose(self, worker_id: str) -> None:
@@ -369,13 +385,8 @@ class SimulatedWorkerGroup:
         """Start the workers that wait, as far as places are free."""
         for worker_id in list(self._waiting):
             taken = Counter(p.machine for p in self._processes.values() if p.reserves_cpu)
-            free = [
-                machine
-                for machine, is_up in enumerate(self._is_up)
-                if is_up
-                and machine not in self._draining
-                and taken[machine] < self.fleet.workers_per_machine
-            ]
+            usable = sorted(self._up.difference(self._draining.values()))
+            free = [m for m in usable if taken[m] < self.fleet.workers_per_machine]
             if not free:
                 return
             self._waiting.remove(worker_id)

@@ -196,9 +196,9 @@ def test_replicas_are_kept_only_for_newcomers():
 def test_a_reported_drain_notice_is_forgotten_with_its_worker(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(cluster.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(cluster, "draining_nodes", lambda: ["node"])
+    monkeypatch.setattr(cluster, "draining_nodes", lambda: {"node": 0})
     notices = cluster.Notices()
     for number in range(1000):
         now[0] += 2.0
-        assert notices.new({f"w{number}": "node"}) == [f"w{number}"]
+        assert notices.new({f"w{number}": "node"}) == {f"w{number}": 0.0}
     assert len(notices._reported) == 1

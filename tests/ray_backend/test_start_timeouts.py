@@ -126,7 +126,7 @@ class StartingShards(RayWorkerGroup):
         self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
         self._starts, self._places, self._workers = StartTimeouts(600.0), {}, {}
         self._shards, self._events = [Mock(), Mock(), Mock()], []
-        self._notices = SimpleNamespace(new=lambda homes: [])
+        self._notices = SimpleNamespace(new=lambda homes: {})
         self._is_center_up, self._evaluator = False, None
         for index in (1, 2):
             self._starts.begin(f"shard {index}")

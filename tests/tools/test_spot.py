@@ -100,15 +100,25 @@ def test_a_hot_spare_does_not_slow_down_a_run_that_lost_a_machine(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_with_notice_the_worker_leaves_and_the_machine_is_replaced_sooner(method):
-    """The worker leaves at the notice, when the replacement is ordered: 124 s later it trains."""
+def test_with_notice_the_worker_stays_for_half_of_it_and_the_machine_is_replaced_sooner(method):
+    """The replacement is ordered at the notice, and trains 124 s later."""
     fleet = Fleet(num_workers=4, notice_s=30.0)
     assert fleet.absent_s == 90
     result = simulated(fleet, Preemption(200.0, 2), method=method)
-    assert 124 / 4 <= 1000 - result.num_samples / 400 <= 124 / 4 + 2
-    assert "w2 is on a draining node" in result.events
+    assert (124 - 15) / 4 <= 1000 - result.num_samples / 400 <= (124 - 15) / 4 + 2
+    said = "w2 is on a draining node; it trains on until its replacement is ready, for 15 s at most"
+    assert said in result.events
     assert not any("was lost" in line for line in result.events)
     assert result.machine_s == pytest.approx(4 * 1000 - 90)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replacement_that_is_up_within_the_notice_costs_next_to_nothing(method):
+    fleet = Fleet(num_workers=4, notice_s=120.0, replace_s=40.0)
+    result = simulated(fleet, Preemption(200.0, 2), method=method)
+    assert 1000 - result.num_samples / 400 < 2
+    assert not any("was lost" in line for line in result.events)
+    assert result.machine_s == pytest.approx(4 * 1000 + 80), "two machines are paid for meanwhile"
 
 
 @pytest.mark.parametrize("method", METHODS)
