@@ -11,7 +11,7 @@ center   the Center actor, which holds the center
 goodput  counted samples per second from the first kill on, over those of the quiet seconds before
          it in the same run. A sample counts when the run counts it (``status.json``), so steps
          that were thrown away or repeated do not count. For torchft these are the samples of
-         committed steps. For Ray Train, which has no such count, it is the progress of the group
+         committed steps, for hivemind those that all peers have reported. For Ray Train, which has no such count, it is the progress of the group
          that trains last, from the checkpoint that it started from.
 
 expected the goodput that the simulation behind ``raydl plan --preemptions`` gives for these workers
@@ -38,17 +38,26 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of
 from benchmarks.programs import data_at, end_cleanly
-from benchmarks.recovery import endless_peer, endless_run, endless_torchft, num_ready
+from benchmarks.recovery import endless_peer, endless_replicas, endless_run, num_ready
 from benchmarks.watching import Cluster, Watched, WatchError, processes_of
 from raydl.tools.simulated_group import Fleet, Preemption
 from raydl.tools.spot import elastic_outlook
 
 NUM_WORKERS = 2
 TARGET = 0.97
-PEERS = {
-    "Ray Train, worker": partial(endless_peer, num_workers=NUM_WORKERS, max_failures=1000),
-    "torchft DDP, worker": partial(endless_torchft, method="ddp", num_workers=NUM_WORKERS),
-    "torchft DiLoCo, worker": partial(endless_torchft, method="diloco", num_workers=NUM_WORKERS),
+PEERS: dict[str, Callable[[str], list[str]]] = {
+    "Ray Train, worker": lambda data: endless_peer(
+        data, num_workers=NUM_WORKERS, max_failures=1000
+    ),
+    "torchft DDP, worker": lambda data: endless_replicas(
+        data, "torchft_replicas", "--method", "ddp", num_workers=NUM_WORKERS
+    ),
+    "torchft DiLoCo, worker": lambda data: endless_replicas(
+        data, "torchft_replicas", "--method", "diloco", num_workers=NUM_WORKERS
+    ),
+    "hivemind, worker": lambda data: endless_replicas(
+        data, "hivemind_peers", num_workers=NUM_WORKERS
+    ),
 }
 """The words of each peer's command, given the data."""
 CASES = {
@@ -256,8 +265,11 @@ def add_results(report: Report, results: dict[str, list[Goodput]]) -> None:
 
 def main() -> None:
     """Measure and report."""
-    data_option = {"default": "../shared/data/mnist", "help": "folder of MNIST"}
-    options = options_of(__doc__, data=data_option).parse_args()
+    more = {
+        "data": {"default": "../shared/data/mnist", "help": "folder of MNIST"},
+        "only": {"help": "measure the cases alone whose names contain this"},
+    }
+    options = options_of(__doc__, **more).parse_args()
     end_cleanly()
     data = data_at(options.data)
     times = QUICK if options.quick else FULL
@@ -270,6 +282,8 @@ def main() -> None:
         if not options.quick:
             for name, words_of in PEERS.items():
                 cases[name] = partial(peer_case, cluster, times, words_of(data))
+        if options.only:
+            cases = {name: case for name, case in cases.items() if options.only in name}
         try:
             add_results(report, interleaved(cases, repeats=options.repeats or 1))
         except WatchError as error:

@@ -123,12 +123,19 @@ def endless_peer(data: str, *, num_workers: int, max_failures: int) -> list[str]
     ]  # fmt: skip
 
 
-def endless_torchft(data: str, *, method: str, num_workers: int) -> list[str]:
-    """Return the words of a run of torchft that does not end by itself."""
+def endless_replicas(data: str, module: str, *more: str, num_workers: int) -> list[str]:
+    """Return the words of a run of torchft or hivemind that does not end by itself.
+
+    Args:
+        data: folder of the data set.
+        module: module in ``benchmarks.peers``.
+        more: further words.
+        num_workers: number of replicas.
+    """
     return [
-        "-m", "benchmarks.peers.torchft_replicas", "--data", data, "--model", MODEL,
-        "--method", method, "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE),
-        "--samples", _ENDLESS, "--events", "{folder}/events",
+        "-m", f"benchmarks.peers.{module}", "--data", data, "--model", MODEL,
+        "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE),
+        "--samples", _ENDLESS, "--events", "{folder}/events", *more,
     ]  # fmt: skip
 
 

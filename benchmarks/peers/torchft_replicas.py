@@ -18,14 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from benchmarks.peers.loop import Events, Settings, parser_of, read_data, settings_of
+from benchmarks.peers.kept_running import decoded_data, is_over, keep_running
+from benchmarks.peers.loop import Events, Settings, parser_of, settings_of
 from raydl import models
 from raydl.config import TrainConfig
 from raydl.data import preparation_for
@@ -44,15 +40,13 @@ _HEARTBEAT_MS = 1000
 _TICK_MS, _JOIN_MS = 50, 100
 _TIMEOUT = timedelta(seconds=10)
 _HOST = "127.0.0.1"
-_DECODED = "RAYDL_BENCHMARK_DECODED"
-"""Environment variable with the file of the decoded data."""
+MODULE = "benchmarks.peers.torchft_replicas"
 
 
 def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
     """Run a lighthouse and the replicas, until all have ended by themselves."""
     from torchft.coordination import LighthouseServer
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     lighthouse = LighthouseServer(
         bind=f"{_HOST}:0",
         min_replicas=1,
@@ -61,34 +55,9 @@ def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
         heartbeat_timeout_ms=_HEARTBEAT_MS,
     )
     port = lighthouse.address().rpartition(":")[2].rstrip("/")
-    with tempfile.NamedTemporaryFile(prefix="decoded-") as decoded:
-        pickle.dump(read_data(settings), decoded)
-        decoded.flush()
-        own = {"TORCHFT_LIGHTHOUSE": f"http://{_HOST}:{port}", _DECODED: decoded.name}
-        command = [sys.executable, "-m", "benchmarks.peers.torchft_replicas", *words, "--replica"]
-        _keep_running(command, {**os.environ, **own}, num_replicas)
+    own = {"TORCHFT_LIGHTHOUSE": f"http://{_HOST}:{port}"}
+    keep_running(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
     lighthouse.shutdown()
-
-
-def _keep_running(command: list[str], environment: dict[str, str], num_replicas: int) -> None:
-    """Run the replicas, and start each again that ends by a signal."""
-
-    def start(number: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*command, str(number)], env=environment)
-
-    replicas = {number: start(number) for number in range(num_replicas)}
-    try:
-        while replicas:
-            for number, process in list(replicas.items()):
-                code = process.poll()
-                if code is not None and code < 0:
-                    replicas[number] = start(number)
-                elif code is not None:
-                    del replicas[number]
-            time.sleep(0.02)
-    finally:
-        for process in replicas.values():
-            process.kill()
 
 
 def train(settings: Settings, *, method: str, period: int, replica: int) -> None:
@@ -98,7 +67,7 @@ def train(settings: Settings, *, method: str, period: int, replica: int) -> None
 
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
-    data = pickle.loads(Path(os.environ[_DECODED]).read_bytes())
+    data = decoded_data()
     shape = data.train.shape
     prepare = preparation_for(data, TrainConfig(model=settings.model))
     module = models.find(settings.model)(shape.input_shape, shape.num_classes)
@@ -142,7 +111,7 @@ def train(settings: Settings, *, method: str, period: int, replica: int) -> None
     events, generator = Events(settings.events), np.random.default_rng(replica)
     began, is_first = time.monotonic(), True
     with scope:
-        while not _is_over(settings, manager.batches_committed() * per_commit, began):
+        while not is_over(settings, manager.batches_committed() * per_commit, began):
             rows = generator.integers(0, data.train.num_samples, settings.batch_size)
             images, labels = prepare(data.train.fetch(rows), rows, 0)
             optimizer.zero_grad()
@@ -153,12 +122,6 @@ def train(settings: Settings, *, method: str, period: int, replica: int) -> None
             is_first = False
     events.write(manager.batches_committed() * per_commit, "last_step")
     os._exit(0)  # the threads of torchft may still wait for others
-
-
-def _is_over(settings: Settings, num_samples: int, began: float) -> bool:
-    if settings.samples is not None:
-        return num_samples >= settings.samples
-    return time.monotonic() - began >= (settings.seconds or 0.0)
 
 
 def main() -> None:
