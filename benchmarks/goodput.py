@@ -11,9 +11,9 @@ center   the Center actor, which holds the center
 goodput  counted samples per second from the first kill on, over those of the quiet seconds before
          it in the same run. A sample counts when the run counts it (``status.json``), so steps
          that were thrown away or repeated do not count. For torchft these are the samples of
-         committed steps, for hivemind those that all peers have reported. For Ray Train, which has no such count, it is the progress of the group
-         that trains last, from the checkpoint that it started from.
-
+         committed steps, for hivemind those that all peers have reported. For Ray Train, which has
+         no such count, it is the progress of the group that trains last, from the checkpoint that
+         it started from.
 expected the goodput that the simulation behind ``raydl plan --preemptions`` gives for these workers
          and kills, with its default durations: two workers share a machine of two cores, which
          stays. Kills of the center are not simulated.
