@@ -118,6 +118,7 @@ class Preemption:
 
     at_s: float
     machine: int
+    """The machine, or the one that has replaced it since, by its place in the fleet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +295,7 @@ class SimulatedWorkerGroup:
         self.now = max(self.now, until)
 
     def _after(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
-        """Plan a call. A new one ends the calm: the controller may have to follow."""
+        """Plan a call; calls at the same time keep their order."""
         self._num_planned += 1
         call = (self.now + seconds, self._num_planned, lambda: act(*arguments))
         heapq.heappush(self._later, call)
