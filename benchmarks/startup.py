@@ -7,7 +7,8 @@ when the last worker begins its second. Both sides read the same pictures in the
 the same network with the same batches and one thread per worker. If the repeats are more than one,
 each side runs once before it is measured, so that its files are in the page cache. Two forms:
 
-own        no Ray runs; the command starts Ray on this machine
+own        no Ray runs; the command starts Ray on this machine. Beside it torchrun with DDP, whose
+           ranks each read the pictures, and torchft, whose launcher reads them for its replicas
 cluster    a Ray cluster runs, and the command connects to it
 
 The report also has intermediate moments, and the parts of the driver's work: its imports, by
@@ -60,6 +61,17 @@ _PEER = (
     "-m", "benchmarks.peers.ray_train", "--model", MODEL, "--workers", str(NUM_WORKERS),
     "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
 )  # fmt: skip
+_WITHOUT_RAY = {
+    "torchrun": (
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_WORKERS),
+        "-m", "benchmarks.peers.ddp", "--model", MODEL, "--batch-size", str(BATCH_SIZE),
+        "--samples", _ENDLESS,
+    ),
+    "torchft": (
+        "-m", "benchmarks.peers.torchft_replicas", "--model", MODEL, "--workers", str(NUM_WORKERS),
+        "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
+    ),
+}  # fmt: skip
 _PARTS = {
     "import torch": "import torch",
     "import the rest of raydl.run.trainer": "import torch; {start}; import raydl.run.trainer",
@@ -96,7 +108,7 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
             moments[_DRIVER] = built[run.process.pid]
         if cluster is None:
             ray = [p for p, line in processes_of(run.process.pid).items() if "gcs_server" in line]
-            moments[_RAY] = min(map(started_at, ray))
+            moments |= {_RAY: min(map(started_at, ray))} if ray else {}
         return {name: moment - run.began_at for name, moment in moments.items()}
 
 
@@ -134,6 +146,8 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
         "raydl": partial(start, _RAYDL, data, cluster),
         "Ray Train": partial(start, _PEER, data, cluster),
     }
+    if cluster is None:
+        cases |= {name: partial(start, words, data) for name, words in _WITHOUT_RAY.items()}
     for name, case in cases.items() if repeats > 1 else ():
         case()
         print(f"  {form}: {name}, not measured", flush=True)
@@ -159,6 +173,16 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
             for name, seconds in totals.items()
         ),
     )
+    if cluster is None:
+        slower = [max(pair) for pair in zip(*(totals[n] for n in _WITHOUT_RAY), strict=True)]
+        report.add_figures(
+            Figure(
+                name=f"startup.{form}.of_slower_of_torchrun_and_torchft",
+                value=ratios(totals["raydl"], slower),
+                target=1.5,
+                is_better="less",
+            )
+        )
 
 
 def _cell(runs: list[Moments], moment: str) -> str:
