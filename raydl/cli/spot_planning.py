@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raydl.cli.options import print_table
 from raydl.config.checks import require
@@ -15,15 +15,10 @@ from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
 from raydl.text import seconds_text
 from raydl.tools.plan import Plan, Prediction, predict
-from raydl.tools.simulated_group import Fleet
-from raydl.tools.spot import (
-    Outlook,
-    Restarts,
-    draw_preemptions,
-    elastic_outlook,
-    restarts_outlook,
-    simulated_s,
-)
+
+if TYPE_CHECKING:
+    from raydl.tools.simulated_group import Fleet
+    from raydl.tools.spot import Outlook, Restarts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +134,8 @@ class SpotPlan:
 
     def fleet(self, num_workers: int) -> Fleet:
         """Return the machines for a number of workers."""
+        from raydl.tools.simulated_group import Fleet  # imports torch
+
         options = self.options
         return Fleet(
             num_workers=num_workers,
@@ -152,6 +149,8 @@ class SpotPlan:
 
     def restarts(self) -> Restarts:
         """Return the durations of training that restarts."""
+        from raydl.tools.spot import Restarts  # imports torch
+
         options = self.options
         return Restarts(
             checkpoint_s=options.checkpoint_s, write_s=options.write_s, restart_s=options.restart_s
@@ -159,24 +158,26 @@ class SpotPlan:
 
     def cost(self, method: str, plan: Plan, network: Network, prediction: Prediction) -> SpotCost:
         """Return what to expect of a method with the number of workers of a prediction."""
+        from raydl.tools import spot  # imports torch
+
         num_workers = prediction.num_workers
         fleet = self.fleet(num_workers)
-        until_s = simulated_s(fleet, self.preemptions)
-        preemptions = draw_preemptions(
+        until_s = spot.simulated_s(fleet, self.preemptions)
+        preemptions = spot.draw_preemptions(
             fleet, self.preemptions, until_s=until_s, seed=self.options.seed
         )
 
         def speed(count: int) -> float:
             return predict(plan, network, count).samples_per_s
 
-        elastic = elastic_outlook(
+        elastic = spot.elastic_outlook(
             fleet, preemptions, method=method, speed=speed,
             round_s=plan.period * prediction.step_s, until_s=until_s,
         )  # fmt: skip
-        restarts = restarts_outlook(
+        restarts = spot.restarts_outlook(
             fleet, preemptions, restarts=self.restarts(), speed=speed, until_s=until_s
         )
-        quiet = Outlook(
+        quiet = spot.Outlook(
             goodput=1.0,
             samples_per_s=prediction.samples_per_s,
             num_machines=float(fleet.num_machines),
