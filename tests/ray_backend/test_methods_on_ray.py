@@ -104,7 +104,7 @@ def test_every_method_trains_among_actors_and_counts_every_sample(actors, method
         assert np.array_equal(snapshot.weights, threads.center().weights)
 
 
-@pytest.mark.parametrize("method", ["sync-easgd", "diloco", "async-diloco"])
+@pytest.mark.parametrize("method", ["sync-easgd", "diloco"])
 def test_workers_that_share_the_steps_by_speed_count_every_sample_among_actors(actors, method):
     config = settings(method)
     by_speed = dataclasses.replace(config.method, steps_by_speed=True)
