@@ -22,7 +22,9 @@ expected the goodput that the simulation behind ``raydl plan --preemptions`` giv
 With ``2 + spare`` a hot spare stands by; ``1:2`` continues with one worker until the replacement
 has started; ``2`` waits for it. A new process uses some 2.6 s of CPU time until it trains, on the
 cores that the workers use, too: with a kill every 15 s on two cores that alone costs 0.09 of the
-goodput. Ray Train writes a checkpoint about every second, to its advantage.
+goodput. Ray Train writes a checkpoint about every second, to its advantage. torchft's DDP is left
+out: with torch 2.13 a survivor ends by an assertion in torchft 0.2.0 (``ddp.py``), and its state is
+lost with it.
 """
 
 from __future__ import annotations
@@ -49,9 +51,6 @@ TARGET = 0.97
 PEERS: dict[str, Callable[[str], list[str]]] = {
     "Ray Train, worker": lambda data: endless_peer(
         data, num_workers=NUM_WORKERS, max_failures=1000
-    ),
-    "torchft DDP, worker": lambda data: endless_replicas(
-        data, "torchft_replicas", "--method", "ddp", num_workers=NUM_WORKERS
     ),
     "torchft DiLoCo, worker": lambda data: endless_replicas(
         data, "torchft_replicas", "--method", "diloco", num_workers=NUM_WORKERS
@@ -296,7 +295,7 @@ def main() -> None:
     """Measure and report."""
     more = {
         "data": {"default": "../shared/data/mnist", "help": "folder of MNIST"},
-        "only": {"help": "measure the cases alone whose names contain this"},
+        "only": {"default": "", "help": "measure the cases alone whose names contain one of these"},
     }
     options = options_of(__doc__, **more).parse_args()
     end_cleanly()
@@ -311,8 +310,8 @@ def main() -> None:
         if not options.quick:
             for name, words_of in PEERS.items():
                 cases[name] = partial(peer_case, cluster, times, words_of(data))
-        if options.only:
-            cases = {name: case for name, case in cases.items() if options.only in name}
+        parts = options.only.split(",")
+        cases = {name: c for name, c in cases.items() if any(part in name for part in parts)}
         try:
             methods = {CASES[name][0] for name in cases if name in CASES}
             alone = {m: speed_alone(cluster, data, times, m) for m in sorted(methods)}

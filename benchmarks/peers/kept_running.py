@@ -28,7 +28,8 @@ def keep_running(
 ) -> None:
     """Run the replicas until all have ended by themselves.
 
-    A replica that ends by a signal is started again at once. The data is decoded once for all.
+    A replica that fails or is killed is started again at once, as torchrun does. The data is
+    decoded once for all.
 
     Args:
         module: module of a replica; it gets the option ``--replica NUMBER``.
@@ -52,10 +53,10 @@ def keep_running(
             while replicas:
                 for number, process in list(replicas.items()):
                     code = process.poll()
-                    if code is not None and code < 0:
-                        replicas[number] = start(number)
-                    elif code is not None:
+                    if code == 0:
                         del replicas[number]
+                    elif code is not None:
+                        replicas[number] = start(number)
                 time.sleep(0.02)
         finally:
             for process in replicas.values():
