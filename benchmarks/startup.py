@@ -43,6 +43,7 @@ BATCH_SIZE = 64
 _ENDLESS = "1000000000"
 _UP_S = 180.0
 _PROBE_S = 120.0
+_END_S = 30.0
 _DRIVER, _RAY, _PROCESS, _MODEL, _FIRST, _END = MOMENTS = (
     "the driver has imported, read the pictures and checked the model",
     "the first process of Ray starts",
@@ -98,6 +99,8 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
         first = f"{NUM_WORKERS} workers have taken a step"
         run.wait_until(lambda: run.num_training() >= NUM_WORKERS, first, within_s=_UP_S)
         steps, built = run.steps(), run.built()
+        if "torch.distributed.run" in words:  # its ranks are in sessions of their own
+            run.end(within_s=_END_S)
         moments = {
             _PROCESS: max(started_at(pid) for pid in steps),
             _MODEL: max(built[pid] for pid in steps),
