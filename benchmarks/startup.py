@@ -99,8 +99,6 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
         first = f"{NUM_WORKERS} workers have taken a step"
         run.wait_until(lambda: run.num_training() >= NUM_WORKERS, first, within_s=_UP_S)
         steps, built = run.steps(), run.built()
-        if "torch.distributed.run" in words:  # its ranks are in sessions of their own
-            run.end(within_s=_END_S)
         moments = {
             _PROCESS: max(started_at(pid) for pid in steps),
             _MODEL: max(built[pid] for pid in steps),
@@ -112,6 +110,8 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
         if cluster is None:
             ray = [p for p, line in processes_of(run.process.pid).items() if "gcs_server" in line]
             moments |= {_RAY: min(map(started_at, ray))} if ray else {}
+        if "torch.distributed.run" in words:  # its ranks are in sessions of their own
+            run.end(within_s=_END_S)
         return {name: moment - run.began_at for name, moment in moments.items()}
 
 
