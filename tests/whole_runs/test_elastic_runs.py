@@ -136,8 +136,8 @@ def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
             (leaver,) = actors_on(drained, "WorkerActor")
             cluster.add_node(num_cpus=1)
             drain(cluster, drained.node_id)
-            run.until_said("w3 joins")
-            cluster.remove_node(drained, allow_graceful=False)
+            run.until(lambda: re.search(r"generation \d+: .*w3 joins", run.output))
+            cluster.remove_node(drained, allow_graceful=False)  # before its deadline
             dead.kill_raylet()
             run.until_said("was lost: ")
             run.until_training(2)
@@ -146,7 +146,7 @@ def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
             stop(run)
     states = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0].workers
     origin = int(states["w3"].load()["replica"]["untrained"]["process"])
-    assert origin == leaver, "w3 goes on with the replica that the leaver handed in"
+    assert origin == leaver, run.output  # w3 goes on with the replica that the leaver handed in
 
 
 def drain(cluster, node_id):
