@@ -43,8 +43,8 @@ from benchmarks.measure import Figure, Report, Spread, interleaved, options_of
 from benchmarks.programs import data_at, end_cleanly
 from benchmarks.recovery import endless_peer, endless_replicas, endless_run, num_ready
 from benchmarks.watching import Cluster, Watched, WatchError, processes_of
-from raydl.tools.simulated_group import Fleet, Preemption
-from raydl.tools.spot import elastic_outlook
+from raydl.tools.simulated_group import simulate
+from raydl.tools.spot import Fleet, Preemption
 
 NUM_WORKERS = 2
 TARGET = 0.97
@@ -167,10 +167,10 @@ def expected(
         workers_per_machine=NUM_WORKERS, replace_s=0.0,
     )  # fmt: skip
     kills = [Preemption(times.every_s * k, 0) for k in range(round(times.storm_s / times.every_s))]
-    return elastic_outlook(
+    return simulate(
         fleet, kills, method=method, speed=speeds.__getitem__, round_s=_ROUND_S,
         until_s=times.storm_s,
-    ).goodput  # fmt: skip
+    ).prediction.goodput  # fmt: skip
 
 
 def peer_case(cluster: Cluster, times: Times, words: list[str]) -> Goodput:
@@ -295,7 +295,7 @@ def main() -> None:
     """Measure and report."""
     more = {
         "data": {"default": "../shared/data/mnist", "help": "folder of MNIST"},
-        "only": {"default": "", "help": "measure the cases alone whose names contain one of these"},
+        "only": {"default": "", "help": "parts of the names of the only cases to measure"},
     }
     options = options_of(__doc__, **more).parse_args()
     end_cleanly()

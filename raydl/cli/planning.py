@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydl.cli.options import Flag, parse, print_table
-from raydl.cli.spot_planning import SpotCost, SpotOptions, SpotPlan, read_prices
+from raydl.cli.spot_planning import FleetPrediction, SpotOptions, SpotPlan, read_prices
 from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require
 from raydl.core.cost_model import Network
@@ -81,8 +81,8 @@ class _MethodCost:
     plan: Plan
     predictions: list[Prediction]
     best_periods: list[int | None]
-    on_spot: list[SpotCost]
-    """What to expect on machines that are preempted; empty without ``--preemptions``."""
+    on_spot: list[FleetPrediction]
+    """The predictions for machines that are preempted; empty without ``--preemptions``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ def _predict_cost(
         plan=plan,
         predictions=predictions,
         best_periods=[best_period(plan, network, count, target=options.target) for count in counts],
-        on_spot=[spot_plan.cost(method.name, plan, network, p) for p in predictions]
+        on_spot=[spot_plan.predict(method.name, plan, network, p) for p in predictions]
         if spot_plan
         else [],
     )
@@ -300,7 +300,9 @@ def _as_dict(
                     {**dataclasses.asdict(prediction), "best_period": period}
                     for prediction, period in zip(cost.predictions, cost.best_periods, strict=True)
                 ],
-                "on_spot": [spot_plan.as_dict(c) for c in cost.on_spot] if spot_plan else [],
+                "on_spot": [spot_plan.as_dict(fleet) for fleet in cost.on_spot]
+                if spot_plan
+                else [],
             }
             for cost in costs
         ],

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raydl.cli.options import print_table
 from raydl.config.checks import require
@@ -15,31 +15,35 @@ from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
 from raydl.text import seconds_text
 from raydl.tools.plan import Plan, Prediction, predict
-
-if TYPE_CHECKING:
-    from raydl.tools.simulated_group import Fleet
-    from raydl.tools.spot import Outlook, Restarts
+from raydl.tools.spot import (
+    Fleet,
+    Restarts,
+    SpotPrediction,
+    draw_preemptions,
+    predict_restarts,
+    simulated_s,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SpotOptions:
     """Machines that are preempted, and what losses and restarts take."""
 
-    min_workers: int = 1
+    min_workers: int = Fleet.min_workers
     """Fewest workers that train on when others are lost."""
-    workers_per_machine: int = 1
+    workers_per_machine: int = Fleet.workers_per_machine
     """Workers on one machine; a preemption loses them all."""
-    replace_s: float = 120.0
+    replace_s: float = Fleet.replace_s
     """Seconds until a preempted machine is replaced; 0: the machine stays, a process is lost."""
-    notice_s: float = 0.0
+    notice_s: float = Fleet.notice_s
     """Seconds of notice before a preemption."""
-    start_s: float = 4.0
+    start_s: float = Fleet.start_s
     """Seconds in which a worker starts on a machine that is up."""
     checkpoint_s: float | None = None
     """Seconds between two checkpoints of training that restarts; unset: the best interval."""
-    write_s: float = 1.0
+    write_s: float = Restarts.write_s
     """Seconds that training which restarts stands still for a checkpoint."""
-    restart_s: float = 10.0
+    restart_s: float = Restarts.restart_s
     """Seconds of such a restart, once all machines are up."""
     seed: int = 0
     """Seed of the preemptions."""
@@ -95,15 +99,15 @@ def _is_price(price: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpotCost:
-    """What to expect of one number of workers on machines that are preempted."""
+class FleetPrediction:
+    """The predictions for one number of workers on machines that are preempted."""
 
     num_workers: int
     hours: float
     """Simulated hours."""
     num_preemptions: int
-    outlooks: dict[str, Outlook]
-    """By kind of training."""
+    predictions: dict[str, SpotPrediction]
+    """By kind of training: elastic, restarts, on demand."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +138,6 @@ class SpotPlan:
 
     def fleet(self, num_workers: int) -> Fleet:
         """Return the machines for a number of workers."""
-        from raydl.tools.simulated_group import Fleet  # imports torch
-
         options = self.options
         return Fleet(
             num_workers=num_workers,
@@ -149,77 +151,79 @@ class SpotPlan:
 
     def restarts(self) -> Restarts:
         """Return the durations of training that restarts."""
-        from raydl.tools.spot import Restarts  # imports torch
-
         options = self.options
         return Restarts(
             checkpoint_s=options.checkpoint_s, write_s=options.write_s, restart_s=options.restart_s
         )
 
-    def cost(self, method: str, plan: Plan, network: Network, prediction: Prediction) -> SpotCost:
-        """Return what to expect of a method with the number of workers of a prediction."""
-        from raydl.tools import spot  # imports torch
+    def predict(
+        self, method: str, plan: Plan, network: Network, prediction: Prediction
+    ) -> FleetPrediction:
+        """Return the predictions for a method, with the number of workers of a prediction."""
+        from raydl.tools.simulated_group import simulate  # imports torch
 
         num_workers = prediction.num_workers
         fleet = self.fleet(num_workers)
-        until_s = spot.simulated_s(fleet, self.preemptions)
-        preemptions = spot.draw_preemptions(
+        until_s = simulated_s(fleet, self.preemptions)
+        preemptions = draw_preemptions(
             fleet, self.preemptions, until_s=until_s, seed=self.options.seed
         )
 
         def speed(count: int) -> float:
             return predict(plan, network, count).samples_per_s
 
-        elastic = spot.elastic_outlook(
+        elastic = simulate(
             fleet, preemptions, method=method, speed=speed,
             round_s=plan.period * prediction.step_s, until_s=until_s,
         )  # fmt: skip
-        restarts = spot.restarts_outlook(
+        restarts = predict_restarts(
             fleet, preemptions, restarts=self.restarts(), speed=speed, until_s=until_s
         )
-        quiet = spot.Outlook(
-            goodput=1.0,
-            samples_per_s=prediction.samples_per_s,
+        quiet = SpotPrediction.of(
+            prediction.samples_per_s,
+            full_speed=prediction.samples_per_s,
             num_machines=float(fleet.num_machines),
         )
-        return SpotCost(
+        return FleetPrediction(
             num_workers=num_workers,
             hours=until_s / 3600,
             num_preemptions=len(preemptions),
-            outlooks={"elastic": elastic, "restarts": restarts, "on demand": quiet},
+            predictions={"elastic": elastic.prediction, "restarts": restarts, "on demand": quiet},
         )
 
-    def whole_run(self, training: str, outlook: Outlook) -> tuple[float | None, float | None]:
+    def whole_run(
+        self, training: str, prediction: SpotPrediction
+    ) -> tuple[float | None, float | None]:
         """Return the hours and the cost of the whole run, each None if it is not known.
 
         Args:
             training: kind of training.
-            outlook: what to expect of it.
+            prediction: the prediction for it.
         """
-        if self.num_samples is None or not outlook.samples_per_s:
+        if self.num_samples is None or not prediction.samples_per_s:
             return None, None
-        hours = outlook.hours(self.num_samples)
+        hours = prediction.hours(self.num_samples)
         if self.prices is None:
             return hours, None
         is_spot = training != "on demand"
         price = self.prices.mean_spot(hours) if is_spot else self.prices.on_demand
-        return hours, None if price is None else outlook.cost(self.num_samples, price)
+        return hours, None if price is None else prediction.cost(self.num_samples, price)
 
-    def as_dict(self, cost: SpotCost) -> dict[str, Any]:
-        """Return what to expect as nested plain values, for JSON."""
+    def as_dict(self, fleet: FleetPrediction) -> dict[str, Any]:
+        """Return the predictions as nested plain values, for JSON."""
         rows = {}
-        for training, outlook in cost.outlooks.items():
-            hours, price = self.whole_run(training, outlook)
-            rows[training] = {**dataclasses.asdict(outlook), "hours": hours, "cost": price}
+        for training, prediction in fleet.predictions.items():
+            hours, price = self.whole_run(training, prediction)
+            rows[training] = {**dataclasses.asdict(prediction), "hours": hours, "cost": price}
         return {
-            "num_workers": cost.num_workers,
-            "simulated_hours": cost.hours,
-            "num_preemptions": cost.num_preemptions,
+            "num_workers": fleet.num_workers,
+            "simulated_hours": fleet.hours,
+            "num_preemptions": fleet.num_preemptions,
             "training": rows,
         }
 
-    def print(self, costs: Sequence[SpotCost]) -> None:
-        """Print a table of what to expect."""
+    def print(self, fleets: Sequence[FleetPrediction]) -> None:
+        """Print the predictions as a table."""
         options = self.options
         machine = (
             f"replaced after {seconds_text(options.replace_s)}"
@@ -227,7 +231,8 @@ class SpotPlan:
             else "which stays: one of its processes is lost"
         )
         simulated = ", ".join(
-            f"{cost.num_workers:,}: {cost.num_preemptions} in {cost.hours:,.3g} h" for cost in costs
+            f"{fleet.num_workers:,}: {fleet.num_preemptions} in {fleet.hours:,.3g} h"
+            for fleet in fleets
         )
         print(
             f"\non machines with {self.preemptions:g} preemptions per hour each, {machine}\n"
@@ -237,9 +242,9 @@ class SpotPlan:
         head += ["hours"] if self.num_samples is not None else []
         head += ["cost"] if self.prices is not None else []
         rows = [
-            [f"{cost.num_workers:,}", *self._row(training, outlook)]
-            for cost in costs
-            for training, outlook in cost.outlooks.items()
+            [f"{fleet.num_workers:,}", *self._row(training, prediction)]
+            for fleet in fleets
+            for training, prediction in fleet.predictions.items()
         ]
         print_table(head, rows, numbers=[name for name in head if name != "training"])
         at = "at the best interval"
@@ -251,11 +256,11 @@ class SpotPlan:
             f"on demand: the same machines, not preempted"
         )
 
-    def _row(self, training: str, outlook: Outlook) -> list[str]:
-        hours, cost = self.whole_run(training, outlook)
+    def _row(self, training: str, prediction: SpotPrediction) -> list[str]:
+        hours, cost = self.whole_run(training, prediction)
         row = [
-            training, f"{outlook.goodput:.1%}", f"{outlook.samples_per_s:,.0f}",
-            f"{outlook.num_machines:,.1f}",
+            training, f"{prediction.goodput:.1%}", f"{prediction.samples_per_s:,.0f}",
+            f"{prediction.num_machines:,.1f}",
         ]  # fmt: skip
         if self.num_samples is not None:
             row.append("never" if hours is None else f"{hours:,.1f}")

@@ -12,7 +12,6 @@ machine, each is slower. In a synchronous method the slowest member sets the pac
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from raydl.config import (
     ScalingConfig,
     TrainConfig,
 )
-from raydl.config.checks import require, require_positive
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
 from raydl.core.methods import resolve
@@ -50,75 +48,11 @@ from raydl.core.worker_group import (
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.faults import Fault
+from raydl.tools.spot import Fleet, Preemption, SpotPrediction
 
 _CALM_S = 1.0
 """Seconds without an event after which time passes in leaps."""
 _LEAP_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fleet:
-    """The workers of a run and their machines, all of which are up at first.
-
-    The defaults of the durations were measured on two cores with LeNet; see ``docs/planning.md``.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
-
-    num_workers: int
-    """The most workers that train."""
-    min_workers: int = 1
-    """The fewest workers that train."""
-    spares: int = 0
-    """Hot spares, which share the machines of the workers."""
-    workers_per_machine: int = 1
-    replace_s: float = 120.0
-    """Seconds from a notice, or else from the preemption, until a machine is replaced; 0: the
-    machine stays, and one process on it is lost."""
-    notice_s: float = 0.0
-    """Seconds of notice before a machine is preempted; its replacement is ordered then."""
-    start_s: float = 4.0
-    """Seconds from a free place on a machine until a worker has started."""
-    start_load: float = 0.65
-    """Share of a core that a worker uses while it starts."""
-    join_s: float = 0.1
-    """Seconds from a new membership until its members train."""
-    detect_s: float = 0.1
-    """Seconds until a loss is noticed, and until the survivors have left a failed exchange."""
-    handover_s: float = 0.5
-    """Seconds to save a leaver's replica, and to load it."""
-
-    def __post_init__(self) -> None:
-        low, high = self.min_workers, self.num_workers
-        require(1 <= low <= high, "min_workers", f"in 1..{high}", low)
-        require(self.spares >= 0, "spares", "0 or more", self.spares)
-        per_machine = self.workers_per_machine
-        require(per_machine >= 1, "workers_per_machine", "1 or more", per_machine)
-        for name in ("replace_s", "notice_s", "join_s", "detect_s", "handover_s"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, name, "a number of seconds, 0 or more", value)
-        require_positive("start_s", self.start_s, "a positive number of seconds")
-        require(0 <= self.start_load <= 1, "start_load", "in 0..1", self.start_load)
-
-    @property
-    def absent_s(self) -> float:
-        """Seconds that a preempted machine is missing."""
-        return max(0.0, self.replace_s - self.notice_s)
-
-    @property
-    def num_machines(self) -> int:
-        """The machines that the workers need."""
-        return math.ceil(self.num_workers / self.workers_per_machine)
-
-
-@dataclass(frozen=True, order=True)
-class Preemption:
-    """A machine is taken away, or loses a process if the machines of the fleet stay."""
-
-    at_s: float
-    machine: int
-    """The machine, or the one that has replaced it since, by its place in the fleet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +63,7 @@ class Simulated:
     """Samples that counted."""
     machine_s: float
     """Seconds that machines were up, of all machines together."""
+    prediction: SpotPrediction
     num_generations: int
     events: list[str]
     """The lines of the run's log."""
@@ -180,6 +115,11 @@ def simulate(
     return Simulated(
         num_samples=worker_group.num_samples,
         machine_s=worker_group.machine_s,
+        prediction=SpotPrediction.of(
+            worker_group.num_samples / until_s,
+            full_speed=speed(fleet.num_workers),
+            num_machines=worker_group.machine_s / until_s,
+        ),
         num_generations=controller.num_generations,
         events=recorder.sentences,
     )
@@ -307,8 +247,8 @@ class SimulatedWorkerGroup:
     # speed
 
     def _training(self) -> list[_Process]:
-        started = (p for p in self._processes.values() if p.trains_from is not None)
-        return [p for p in started if p.trains_from is not None and p.trains_from <= self.now]
+        processes = self._processes.values()
+        return [p for p in processes if p.trains_from is not None and p.trains_from <= self.now]
 
     def _samples_per_s(self) -> float:
         """Return the samples per second of the workers that train now."""

@@ -23,12 +23,76 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raydl.config.checks import require, require_positive
-from raydl.tools.simulated_group import Fleet, Preemption, simulate
 
 _NUM_PREEMPTIONS = 200
 """Preemptions of a simulation, on average: their spread is then 7% of the lost goodput."""
 _SHORTEST_S, _LONGEST_S = 1800.0, 14 * 86400.0
 """Least and greatest simulated time, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The workers of a run and their machines, all of which are up at first.
+
+    The defaults of the durations were measured on two cores with LeNet; see ``docs/planning.md``.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
+
+    num_workers: int
+    """The most workers that train."""
+    min_workers: int = 1
+    """The fewest workers that train."""
+    spares: int = 0
+    """Hot spares, which share the machines of the workers."""
+    workers_per_machine: int = 1
+    replace_s: float = 120.0
+    """Seconds from a notice, or else from the preemption, until a machine is replaced; 0: the
+    machine stays, and one process on it is lost."""
+    notice_s: float = 0.0
+    """Seconds of notice before a machine is preempted; its replacement is ordered then."""
+    start_s: float = 4.0
+    """Seconds from a free place on a machine until a worker has started."""
+    start_load: float = 0.65
+    """Share of a core that a worker uses while it starts."""
+    join_s: float = 0.1
+    """Seconds from a new membership until its members train."""
+    detect_s: float = 0.1
+    """Seconds until a loss is noticed, and until the survivors have left a failed exchange."""
+    handover_s: float = 0.5
+    """Seconds to save a leaver's replica, and to load it."""
+
+    def __post_init__(self) -> None:
+        low, high = self.min_workers, self.num_workers
+        require(1 <= low <= high, "min_workers", f"in 1..{high}", low)
+        require(self.spares >= 0, "spares", "0 or more", self.spares)
+        per_machine = self.workers_per_machine
+        require(per_machine >= 1, "workers_per_machine", "1 or more", per_machine)
+        for name in ("replace_s", "notice_s", "join_s", "detect_s", "handover_s"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, name, "a number of seconds, 0 or more", value)
+        require_positive("start_s", self.start_s, "a positive number of seconds")
+        require(0 <= self.start_load <= 1, "start_load", "in 0..1", self.start_load)
+
+    @property
+    def absent_s(self) -> float:
+        """Seconds that a preempted machine is missing."""
+        return max(0.0, self.replace_s - self.notice_s)
+
+    @property
+    def num_machines(self) -> int:
+        """The machines that the workers need."""
+        return math.ceil(self.num_workers / self.workers_per_machine)
+
+
+@dataclass(frozen=True, order=True)
+class Preemption:
+    """A machine is taken away, or loses a process if the machines of the fleet stay."""
+
+    at_s: float
+    machine: int
+    """The machine, or the one that has replaced it since, by its place in the fleet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +128,8 @@ class Restarts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """What to expect of one kind of training."""
+class SpotPrediction:
+    """The prediction for one kind of training on machines that are preempted."""
 
     goodput: float
     """Counted samples, relative to the same workers without preemptions."""
@@ -73,6 +137,18 @@ class Outlook:
     """Counted samples per second of all workers together."""
     num_machines: float
     """Machines that are up, and paid for, on average."""
+
+    @classmethod
+    def of(cls, samples_per_s: float, *, full_speed: float, num_machines: float) -> SpotPrediction:
+        """Return a prediction.
+
+        Args:
+            samples_per_s: counted samples per second.
+            full_speed: samples per second without preemptions.
+            num_machines: machines that are up, on average.
+        """
+        goodput = samples_per_s / full_speed
+        return cls(goodput=goodput, samples_per_s=samples_per_s, num_machines=num_machines)
 
     def hours(self, num_samples: int) -> float:
         """Return the hours until so many samples have counted; infinite if none do."""
@@ -115,45 +191,23 @@ def draw_preemptions(
     return sorted(drawn)
 
 
-def elastic_outlook(
-    fleet: Fleet,
-    preemptions: Sequence[Preemption],
-    *,
-    method: str,
-    speed: Callable[[int], float],
-    round_s: float,
-    until_s: float,
-) -> Outlook:
-    """Return what to expect of elastic training.
-
-    Args:
-        fleet: workers, machines and durations.
-        preemptions: preemptions in the order of time.
-        method: name of the method.
-        speed: samples per second of a number of workers that each have a machine's share.
-        round_s: seconds of a round.
-        until_s: simulated seconds.
-    """
-    result = simulate(
-        fleet, preemptions, method=method, speed=speed, round_s=round_s, until_s=until_s
-    )
-    samples_per_s = result.num_samples / until_s
-    return Outlook(
-        goodput=samples_per_s / speed(fleet.num_workers),
-        samples_per_s=samples_per_s,
-        num_machines=result.machine_s / until_s,
-    )
-
-
-def restarts_outlook(
+def predict_restarts(
     fleet: Fleet,
     preemptions: Sequence[Preemption],
     *,
     restarts: Restarts,
     speed: Callable[[int], float],
     until_s: float,
-) -> Outlook:
-    """Return what to expect of training that restarts from checkpoints; see ``elastic_outlook``."""
+) -> SpotPrediction:
+    """Return the prediction for training that restarts from checkpoints.
+
+    Args:
+        fleet: workers and machines.
+        preemptions: preemptions in the order of time.
+        restarts: durations of checkpoints and restarts.
+        speed: samples per second by number of workers.
+        until_s: seconds to predict.
+    """
     interval_s = restarts.interval_s(until_s / len(preemptions) if preemptions else math.inf)
     cycle_s = interval_s + restarts.write_s
     trained_s, begun_s, absent_s = 0.0, 0.0, 0.0
@@ -165,8 +219,9 @@ def restarts_outlook(
         begun_s = max(begun_s, back_s + restarts.restart_s)
     share = interval_s / cycle_s if interval_s < math.inf else 1.0
     trained_s += max(0.0, until_s - begun_s) * share
-    return Outlook(
-        goodput=trained_s / until_s,
-        samples_per_s=trained_s / until_s * speed(fleet.num_workers),
+    full_speed = speed(fleet.num_workers)
+    return SpotPrediction.of(
+        trained_s / until_s * full_speed,
+        full_speed=full_speed,
         num_machines=fleet.num_machines - absent_s / until_s,
     )

@@ -9,12 +9,13 @@ import pytest
 from raydl import cli
 from raydl.cli.spot_planning import Prices
 from raydl.errors import ConfigError
-from raydl.tools.simulated_group import Fleet, Preemption, simulate
+from raydl.tools.simulated_group import simulate
 from raydl.tools.spot import (
+    Fleet,
+    Preemption,
     Restarts,
     draw_preemptions,
-    elastic_outlook,
-    restarts_outlook,
+    predict_restarts,
     simulated_s,
 )
 
@@ -183,20 +184,20 @@ def test_the_simulated_time_has_two_hundred_preemptions_within_its_bounds():
 def test_a_restart_loses_what_came_after_the_checkpoint_and_waits_for_all_machines():
     """By hand: 250 s are 4 intervals of 50 s, each with 1 s for the checkpoint, and 46 s."""
     fleet, restarts = Fleet(num_workers=4), Restarts(checkpoint_s=50.0, restart_s=10.0)
-    outlook = restarts_outlook(
+    prediction = predict_restarts(
         fleet, [Preemption(250.0, 2)], restarts=restarts, speed=speed, until_s=1000.0
     )
     trained_s = 200 + (1000 - 250 - 120 - 10) * 50 / 51
-    assert outlook.goodput == pytest.approx(trained_s / 1000)
-    assert outlook.samples_per_s == pytest.approx(400 * trained_s / 1000)
-    assert outlook.num_machines == pytest.approx(4 - 0.12)
+    assert prediction.goodput == pytest.approx(trained_s / 1000)
+    assert prediction.samples_per_s == pytest.approx(400 * trained_s / 1000)
+    assert prediction.num_machines == pytest.approx(4 - 0.12)
 
 
 def test_a_preemption_during_a_restart_delays_it():
     fleet, restarts = Fleet(num_workers=4), Restarts(checkpoint_s=50.0)
     lost = [Preemption(250.0, 2), Preemption(300.0, 1)]
     one, two = (
-        restarts_outlook(fleet, lost[:n], restarts=restarts, speed=speed, until_s=1000.0)
+        predict_restarts(fleet, lost[:n], restarts=restarts, speed=speed, until_s=1000.0)
         for n in (1, 2)
     )
     assert one.goodput - two.goodput == pytest.approx(50 / 1000 * 50 / 51)
@@ -210,7 +211,7 @@ def test_the_best_interval_of_checkpoints_is_youngs():
 
     def goodput(checkpoint_s):
         restarts = Restarts(checkpoint_s=checkpoint_s)
-        return restarts_outlook(
+        return predict_restarts(
             fleet, preemptions, restarts=restarts, speed=speed, until_s=until_s
         ).goodput
 
@@ -220,20 +221,18 @@ def test_the_best_interval_of_checkpoints_is_youngs():
 
 def test_without_preemptions_restarting_training_writes_no_checkpoint():
     fleet = Fleet(num_workers=4)
-    outlook = restarts_outlook(fleet, [], restarts=Restarts(), speed=speed, until_s=1000.0)
-    assert (outlook.goodput, outlook.num_machines) == (1.0, 4.0)
+    prediction = predict_restarts(fleet, [], restarts=Restarts(), speed=speed, until_s=1000.0)
+    assert (prediction.goodput, prediction.num_machines) == (1.0, 4.0)
 
 
 # hours and cost
 
 
 def test_hours_and_cost_are_those_of_the_samples():
-    outlook = elastic_outlook(
-        Fleet(num_workers=4), [], method="sync-easgd", speed=speed, round_s=ROUND_S, until_s=500.0
-    )
-    assert outlook.goodput == pytest.approx(1.0)
-    assert outlook.hours(400 * 3600) == pytest.approx(1.0)
-    assert outlook.cost(400 * 3600, 2.5) == pytest.approx(10.0)
+    prediction = simulated(Fleet(num_workers=4), until_s=500.0).prediction
+    assert prediction.goodput == pytest.approx(1.0)
+    assert prediction.hours(400 * 3600) == pytest.approx(1.0)
+    assert prediction.cost(400 * 3600, 2.5) == pytest.approx(10.0)
 
 
 def test_a_price_per_hour_is_the_mean_over_the_run():
