@@ -15,18 +15,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any
 
-import numpy as np
 import torch
-from torch.nn import functional
 
-from benchmarks.peers.kept_running import decoded_data, is_over, keep_running
-from benchmarks.peers.loop import Events, Settings, parser_of, settings_of
-from raydl import models
-from raydl.config import TrainConfig
-from raydl.data import preparation_for
+from benchmarks.peers.loop import Settings, parser_of, settings_of
+from benchmarks.peers.supervisor import Replica, supervise
 
 MODULE = "benchmarks.peers.hivemind_peers"
 _PEERS = "RAYDL_BENCHMARK_PEERS"
@@ -42,7 +36,7 @@ def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
     dht = hivemind.DHT(host_maddrs=[_HOST], start=True)
     addresses = ",".join(str(address) for address in dht.get_visible_maddrs())
     own = {_PEERS: addresses}
-    keep_running(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
+    supervise(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
     dht.shutdown()
 
 
@@ -50,12 +44,8 @@ def train(settings: Settings, *, target: int, replica: int) -> None:
     """Train one peer to the end."""
     import hivemind
 
-    torch.set_num_threads(1)
-    torch.manual_seed(settings.seed)
-    data = decoded_data()
-    shape = data.train.shape
-    prepare = preparation_for(data, TrainConfig(model=settings.model))
-    model = models.find(settings.model)(shape.input_shape, shape.num_classes)
+    own = Replica(settings, replica)
+    model = own.model
     dht = hivemind.DHT(host_maddrs=[_HOST], initial_peers=os.environ[_PEERS].split(","), start=True)
     optimizer: Any = hivemind.Optimizer(
         dht=dht,
@@ -72,19 +62,12 @@ def train(settings: Settings, *, target: int, replica: int) -> None:
         load_state_timeout=_AVERAGING_S,
     )
     optimizer.load_state_from_peers()
-    events, generator = Events(settings.events), np.random.default_rng(replica)
-    began, is_first, num_samples = time.monotonic(), True, 0
-    while not is_over(settings, num_samples, began):
-        rows = generator.integers(0, data.train.num_samples, settings.batch_size)
-        images, labels = prepare(data.train.fetch(rows), rows, 0)
-        optimizer.zero_grad()
-        functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    num_samples = 0
+    while not own.is_over(num_samples):
+        own.step(model, optimizer)
         known = optimizer.tracker.global_progress
         num_samples = known.epoch * target + known.samples_accumulated
-        events.write(num_samples, "first_step" if is_first else None)
-        is_first = False
-    events.write(num_samples, "last_step")
+        own.note(num_samples)
     optimizer.shutdown()
     dht.shutdown()
 

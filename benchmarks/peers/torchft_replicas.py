@@ -19,20 +19,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
-from benchmarks.peers.kept_running import decoded_data, is_over, keep_running
-from benchmarks.peers.loop import Events, Settings, parser_of, settings_of
-from raydl import models
-from raydl.config import TrainConfig
-from raydl.data import preparation_for
+from benchmarks.peers.loop import Settings, parser_of, settings_of
+from benchmarks.peers.supervisor import Replica, supervise
 
 METHODS = ("ddp", "local-sgd", "diloco")
 _HEARTBEAT_MS = 1000
@@ -56,7 +50,7 @@ def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
     )
     port = lighthouse.address().rpartition(":")[2].rstrip("/")
     own = {"TORCHFT_LIGHTHOUSE": f"http://{_HOST}:{port}"}
-    keep_running(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
+    supervise(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
     lighthouse.shutdown()
 
 
@@ -65,12 +59,8 @@ def train(settings: Settings, *, method: str, period: int, replica: int) -> None
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo, LocalSGD
 
-    torch.set_num_threads(1)
-    torch.manual_seed(settings.seed)
-    data = decoded_data()
-    shape = data.train.shape
-    prepare = preparation_for(data, TrainConfig(model=settings.model))
-    module = models.find(settings.model)(shape.input_shape, shape.num_classes)
+    own = Replica(settings, replica)
+    module = own.model
     inner = torch.optim.SGD(module.parameters(), lr=settings.lr, momentum=settings.momentum)
 
     def state_dict() -> dict[str, Any]:
@@ -108,19 +98,12 @@ def train(settings: Settings, *, method: str, period: int, replica: int) -> None
         outer = torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         scope = DiLoCo(manager, [module], inner, outer, sync_every=period)
     per_commit = settings.batch_size * (1 if method == "ddp" else period)
-    events, generator = Events(settings.events), np.random.default_rng(replica)
-    began, is_first = time.monotonic(), True
+    num_samples = 0
     with scope:
-        while not is_over(settings, manager.batches_committed() * per_commit, began):
-            rows = generator.integers(0, data.train.num_samples, settings.batch_size)
-            images, labels = prepare(data.train.fetch(rows), rows, 0)
-            optimizer.zero_grad()
-            functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        while not own.is_over(num_samples):
+            own.step(model, optimizer)
             num_samples = manager.batches_committed() * per_commit
-            events.write(num_samples, "first_step" if is_first else None)
-            is_first = False
-    events.write(manager.batches_committed() * per_commit, "last_step")
+            own.note(num_samples)
     os._exit(0)  # the threads of torchft may still wait for others
 
 
