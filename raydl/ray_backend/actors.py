@@ -116,7 +116,7 @@ class CenterActor(CenterEndpoint):
         others: list[ActorHandle],
         optimizer: dict[str, Any] | None = None,
     ) -> Place:
-        """Start the center from a snapshot; return the node and the process id.
+        """Start the center from a snapshot, anew; return the node and the process id.
 
         Args:
             job: the job of the workers.
@@ -127,10 +127,13 @@ class CenterActor(CenterEndpoint):
         """
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
+        # Nothing of an earlier start stays: its later rounds would displace those of this one.
+        self._shelf = SnapshotCache()
         self._shelf.put(snapshot)
         self._others = others
-        if not job.method.is_sync:
-            self._center_server = CenterServer(job, snapshot, node=node_here())
+        self._center_server = (
+            None if job.method.is_sync else CenterServer(job, snapshot, node=node_here())
+        )
         # This may not be the requested node: Ray uses another one if that is unusable.
         return node_here(), os.getpid()
 
