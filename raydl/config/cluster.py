@@ -32,6 +32,9 @@ class ScalingConfig:
     """Shorthand for one GPU per worker."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources that each worker reserves, by name."""
+    fork_server: bool = True
+    """Start workers, center and evaluator as forks of one process on each node, which has imported
+    Ray and torch (on Linux, unless the job's runtime environment chooses the Python itself)."""
     start_timeout_s: float = 600.0
     """Longest wait for MIN workers, at the start or after losses, in seconds."""
 

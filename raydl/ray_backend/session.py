@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
+from raydl.ray_backend import fork_server
 from raydl.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
@@ -172,9 +173,8 @@ def _start_here() -> None:
                 include_dashboard=False,
                 # No warnings yet: in a thread Ray warns that it sets no handler for SIGTERM.
                 logging_level=logging.ERROR,
-                # The processes that Ray starts in advance, one per core, import torch before an
-                # actor.
-                _system_config={"preload_python_modules": ["raydl.core.torch_import"]},
+                # Not the processes that Ray starts in advance, one per core: the actors are forks.
+                _system_config={"prestart_worker_first_driver": False},
             )
         except Exception as error:
             if "timed out during startup" not in str(error):
@@ -187,6 +187,7 @@ def _start_here() -> None:
             ) from error
     logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
+    fork_server.warm_up()
 
 
 def _draw_ids_from_the_system() -> None:

@@ -45,6 +45,7 @@ from raydl.data import Dataset, Prepare
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.errors import InfrastructureError
 from raydl.faults import Fault
+from raydl.ray_backend import fork_server
 from raydl.ray_backend.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.ray_backend.cluster import (
     Notices,
@@ -138,6 +139,7 @@ class RayWorkerGroup:
         self._prepare = ray.put(prepare)
         self._non_trainable = ray.put(non_trainable)
         self._test = ray.put(dataset.test)
+        self._runtime_env = fork_server.runtime_env() if job.config.scaling.fork_server else None
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._shards: list[ActorHandle] = []
         self._workers: dict[str, ActorHandle] = {}
@@ -168,9 +170,13 @@ class RayWorkerGroup:
 
     # the processes
 
-    def _at_home(self) -> dict[str, Any]:
-        """Return the options of an actor on the driver's node."""
-        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._home, soft=True)}
+    def _options(self, **options: Any) -> dict[str, Any]:
+        """Return the options of an actor, by default on the driver's node."""
+        return {
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._home, soft=True),
+            "runtime_env": self._runtime_env,
+            **options,
+        }
 
     def start_center(self, snapshot: Snapshot) -> None:
         """Start the center."""
@@ -198,12 +204,11 @@ class RayWorkerGroup:
             snapshot: the snapshot that they start from.
             optimizer: the state of their optimizer, if the snapshot lacks it.
         """
-        threads = self._threads
-        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()  # type: ignore[attr-defined]
+        options = self._options(max_concurrency=self._threads)
+        center = CenterActor.options(**options).remote()  # type: ignore[attr-defined]
+        options["scheduling_strategy"] = "SPREAD"
         others = [
-            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(  # type: ignore[attr-defined]
-                self._job, snapshot, index, optimizer
-            )
+            ShardActor.options(**options).remote(self._job, snapshot, index, optimizer)  # type: ignore[attr-defined]
             for index in range(1, self._job.config.exchange.center_shards)
         ]
         self._shards = [center, *others]
@@ -261,7 +266,7 @@ class RayWorkerGroup:
     def _start_worker(
         self, worker_id: str, options: dict[str, Any], own_state: SavedState | None = None
     ) -> None:
-        worker = WorkerActor.options(**options).remote()  # type: ignore[attr-defined]
+        worker = WorkerActor.options(**self._options(**options)).remote()  # type: ignore[attr-defined]
         self._workers[worker_id] = worker
         self._starts.begin(worker_id)
         self._calls.expect(worker.ping.remote(), worker_id, partial(self._on_alive, worker_id))
@@ -649,7 +654,7 @@ class RayWorkerGroup:
     def _started_evaluator(self) -> ActorHandle:
         """Return the evaluator; start it if it does not run."""
         if self._evaluator is None:
-            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(  # type: ignore[attr-defined]
+            self._evaluator = EvaluatorActor.options(**self._options()).remote(  # type: ignore[attr-defined]
                 self._job, self._test, self._prepare, self._non_trainable
             )
         return self._evaluator

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import yaml
-from processes import command_of, parent_of, processes_that
+from processes import command_of, descendants_of
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
@@ -177,9 +177,13 @@ class ClusterRun:
 def actors_on(node: Any, name: str) -> list[int]:
     """Return the process ids of all actors of a class on a node."""
     raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
-    return processes_that(
-        lambda pid: parent_of(pid) == raylet and command_of(pid)[0].startswith(f"ray::{name}")
-    )
+    return [pid for pid in descendants_of(raylet) if _is_actor(pid, name)]
+
+
+def _is_actor(pid: int, name: str) -> bool:
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        return command_of(pid)[0].startswith(f"ray::{name}")
+    return False
 
 
 def actors(cluster: Cluster, name: str) -> list[int]:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ipaddress
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -36,8 +37,10 @@ def environment_of(pid: int) -> list[str]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the id of a process's parent."""
-    return int(_stat(pid)[1])
+    """Return the id of a process's parent; a fork server's is its raylet, which it serves."""
+    words = " ".join(command_of(pid))
+    server = re.match(r"raydl fork server of raylet (\d+)", words)
+    return int(server[1] if server else _stat(pid)[1])
 
 
 def stopped_processes(*folders: str | Path) -> list[int]:

@@ -275,11 +275,12 @@ def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
 
 
 @pytest.mark.cluster
-def test_the_processes_of_a_cluster_of_ones_own_have_torch_before_they_are_needed(tmp_path):
+def test_a_cluster_of_ones_own_has_imported_torch_before_an_actor_starts(tmp_path):
     code = (
-        "import sys, ray; from raydl.ray_backend import session; session.begin(); "
+        "import sys, ray; from raydl.ray_backend import fork_server, session; session.begin(); "
         "session.connect(); has_torch = ray.remote(lambda: 'torch' in sys.modules); "
-        "sys.exit(not ray.get(has_torch.remote(), timeout=60))"
+        "forked = has_torch.options(runtime_env=fork_server.runtime_env()); "
+        "sys.exit(not ray.get(forked.remote(), timeout=60))"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     words = [sys.executable, "-c", code]

@@ -149,6 +149,7 @@ def test_a_replacement_continues_with_the_replica_of_the_leaver(
         subprocess.run(command, capture_output=True, timeout=60, check=True)
         run.until_said("w2 joins")
         run.until_training(2)
+        run.until(lambda: before - set(actors(four_cpus, "WorkerActor")))
         (leaver,) = before - set(actors(four_cpus, "WorkerActor"))
         run.process.terminate()
         assert run.process.wait(timeout=100) == 143, run.output

@@ -14,6 +14,7 @@ from processes import stopped_processes
 from raydl.config import ElasticConfig, ScalingConfig
 from raydl.core.worker_group import Lost, Refused
 from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend import fork_server
 from raydl.ray_backend.cluster import Notices, node_here
 from raydl.ray_backend.liveness import Liveness
 from raydl.ray_backend.pending_calls import PendingCalls
@@ -96,6 +97,7 @@ class OneWorker(RayWorkerGroup):
         self._workers, self._spares, self._places = {}, {}, {}
         self._events, self._from_threads = [], []
         self._train = self._prepare = self._non_trainable = None
+        self._runtime_env = fork_server.runtime_env()
 
 
 @pytest.mark.cluster

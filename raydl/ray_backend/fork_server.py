@@ -1,0 +1,315 @@
+"""A fork server on each node, whose forks are Ray's worker processes.
+
+A worker process of Ray imports Ray, torch and raydl, which takes more than a second of CPU time for
+every worker, at the start of a run and again after every loss. A fork server imports them once. Its
+forks share its memory.
+
+Ray starts a worker process with the command in its runtime environment, ``py_executable``. Here it
+is a client of the fork server: it starts the server of its node, if there is none, requests a fork,
+and ends. The fork takes over its arguments, environment, folder and output, and runs Ray's worker
+program. If the server does not answer, the client runs that program itself, as Ray would.
+
+A server forks for clients with its own environment alone: libraries read the environment when they
+are imported. As it has the id of the job, each job has a server of its own. A server ends with its
+raylet, or when it has had no fork for a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# Only small modules at the top: each worker process begins with a client.
+
+_OWN_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight")
+"""Fields of a runtime environment that choose the Python of a worker themselves."""
+_PATIENCE_S = 30.0
+"""The longest wait of a client for its fork, in seconds. Ray waits 60 s for a worker process."""
+_RETRY_S = 0.01
+_REQUEST_S = 5.0
+"""The longest wait of the server for a client's request, in seconds."""
+_IDLE_S = 20.0
+"""How long a server without forks remains, in seconds."""
+_LIBRARIES = (
+    "raydl.core.torch_import",
+    "ray._private.node",
+    "ray.actor",
+    "raydl.ray_backend.actors",
+    "raydl.worker.loop",
+)
+_UCRED = struct.Struct("3i")
+_LENGTH = struct.Struct("!Q")
+_HERE, _GO = b"h", b"g"
+
+_BOOTSTRAP = """\
+import os, sys
+sys.path[0] = os.path.dirname(sys.argv[1])
+try:
+    from raydl.ray_backend.fork_server import main
+except ImportError:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+main(sys.argv[1:])"""
+"""The client. On a node that has no raydl outside of the job, it starts the worker as Ray would."""
+# The runtime environment names no interpreter: the one of the node's raylet may have another path.
+_INTERPRETER = (
+    r"""$(python=$(tr '\0' '\n' < /proc/$PPID/cmdline """
+    r"""| sed -n 's/^--python_worker_command=\([^ ]*\) .*/\1/p'); """
+    r"""[ -x "$python" ] && echo "$python" || command -v python3)"""
+)
+
+
+def runtime_env() -> dict[str, Any] | None:
+    """Return the runtime environment of an actor whose process is a fork; None: it cannot be one.
+
+    Ray merges it with that of the job, which may choose the Python of the workers itself.
+    """
+    import ray
+
+    of_job = ray.get_runtime_context().runtime_env
+    names = {name.lstrip("_") for name, value in of_job.items() if value}
+    if sys.platform != "linux" or names.intersection(_OWN_PYTHON):
+        return None
+    return {"py_executable": f"{_INTERPRETER} -c '{_BOOTSTRAP}'"}
+
+
+def warm_up() -> None:
+    """Start the fork server of this node, and do not wait for it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    environment = runtime_env()
+    if environment is None:
+        return
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda: None)
+    task.options(runtime_env=environment, scheduling_strategy=here).remote()
+
+
+def main(words: Sequence[str]) -> None:
+    """Run Ray's worker program in a fork of the node's server, or else in this process.
+
+    Args:
+        words: the path of the program, and its arguments.
+    """
+    raylet = os.getppid()
+    address = _address(raylet)
+    deadline = time.monotonic() + _PATIENCE_S
+    has_started = False
+    while time.monotonic() < deadline:
+        listener = _listen(address)
+        if listener is not None and has_started:
+            break  # the server could not import the libraries
+        if listener is not None:
+            has_started = True
+            if os.fork() == 0:
+                _become(_Server(listener, raylet).serve())
+                return
+            listener.close()
+        try:
+            _request_fork(address, words, deadline)
+            return
+        except (ConnectionError, EOFError):  # the server is just starting, or ending
+            time.sleep(_RETRY_S)
+        except OSError:  # it does not answer in time, or belongs to another user
+            break
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _address(raylet: int) -> bytes:
+    """Return the abstract address of the server for this environment; it needs no file."""
+    with open(f"/proc/{raylet}/stat") as file:
+        started = file.read().rpartition(")")[2].split()[19]
+    identity = json.dumps([raylet, started, sys.executable, sorted(os.environ.items())])
+    return b"\0raydl-fork-server-" + hashlib.sha256(identity.encode()).hexdigest().encode()
+
+
+def _listen(address: bytes) -> socket.socket | None:
+    """Return a socket that listens at an address, or None if another one does."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        return None
+    listener.listen(128)
+    return listener
+
+
+def _request_fork(address: bytes, words: Sequence[str], deadline: float) -> None:
+    """Have the server fork, and let the fork go on.
+
+    The fork waits for the client's word: if the client has given up, it must not start a second
+    worker process with the same id.
+
+    Raises:
+        OSError: no server answers in time.
+        EOFError: the server ended.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(max(_RETRY_S, deadline - time.monotonic()))
+        connection.connect(address)
+        _check_owner(connection)
+        files = [number for number in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{number}")]
+        body = json.dumps([list(words), os.getcwd(), dict(os.environ), files]).encode()
+        socket.send_fds(connection, [_LENGTH.pack(len(body))], files)
+        connection.sendall(body)
+        _receive(connection, len(_HERE))
+        connection.sendall(_GO)
+
+
+def _check_owner(connection: socket.socket) -> None:
+    """Check that the other side is a process of this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    if _UCRED.unpack(credentials)[1] != os.getuid():
+        raise PermissionError("the other side belongs to another user")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+class _Fork:
+    """What a fork takes over from its client."""
+
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    numbers: list[int]
+    """The descriptors that its files are to have."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_REQUEST_S)
+        _check_owner(connection)
+        head, self.files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        body = _receive(connection, *_LENGTH.unpack(head))
+        self.words, self.folder, self.environment, self.numbers = json.loads(body)
+        self.connection = connection
+
+    def close(self) -> None:
+        """Close the server's side."""
+        self.connection.close()
+        for file in self.files:
+            os.close(file)
+
+
+class _Server:
+    """Forks for each client, until its raylet ends or it has had no fork for a while.
+
+    Args:
+        listener: listens for clients.
+        raylet: the process id of the node's raylet.
+    """
+
+    def __init__(self, listener: socket.socket, raylet: int) -> None:
+        self._listener = listener
+        self._title = f"raydl fork server of raylet {raylet}"
+        self._raylet = os.pidfd_open(raylet)
+        self._forks: dict[int, int] = {}
+        """Process ids by the descriptor that tells their end."""
+
+    def serve(self) -> _Fork:
+        """Serve; it returns in each fork, and only there."""
+        os.setsid()  # no signal from the raylet's terminal
+        _silence()
+        _import_libraries()
+        _set_title(self._title)
+        while True:
+            watched = [self._listener.fileno(), self._raylet, *self._forks]
+            ready = select.select(watched, [], [], None if self._forks else _IDLE_S)[0]
+            if not ready or self._raylet in ready:
+                os._exit(0)
+            for ended in self._forks.keys() & set(ready):
+                os.waitpid(self._forks.pop(ended), 0)
+                os.close(ended)
+            if self._listener.fileno() in ready:
+                fork = self._accept()
+                if fork is not None:
+                    return fork
+
+    def _accept(self) -> _Fork | None:
+        """Fork for a client; return what the fork takes over, in the fork, and else None."""
+        connection = self._listener.accept()[0]
+        try:
+            fork = _Fork(connection)
+        except (OSError, EOFError, ValueError, struct.error):
+            connection.close()
+            return None
+        pid = os.fork()
+        if pid:
+            fork.close()
+            self._forks[os.pidfd_open(pid)] = pid
+            return None
+        for descriptor in (self._listener.fileno(), self._raylet, *self._forks):
+            os.close(descriptor)
+        self._listener.detach()
+        return fork
+
+
+def _silence() -> None:
+    """Write nothing: the output of the first client is that of its worker."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in (0, 1, 2):
+        os.dup2(nothing, file)
+    os.close(nothing)
+
+
+def _import_libraries() -> None:
+    """Import what Ray's worker program and the actors use.
+
+    None of it may start a thread that a fork would need, or use a GPU.
+    """
+    import gc
+
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()  # a collection would write to the pages that all forks share
+
+
+def _set_title(title: str) -> None:
+    """Set what ``ps`` shows of this process."""
+    from ray import _raylet
+
+    _raylet.setproctitle(title)  # type: ignore[attr-defined]
+
+
+def _become(fork: _Fork) -> None:
+    """Go on as the worker process that a client was asked to be."""
+    import random
+    import runpy
+
+    import numpy as np
+    import torch
+
+    os.setpgid(0, 0)  # Ray may end a worker process with its group
+    try:
+        fork.connection.sendall(_HERE)
+        _receive(fork.connection, len(_GO))
+    except (OSError, EOFError):
+        os._exit(1)  # the client has given up
+    for number, file in zip(fork.numbers, fork.files, strict=True):
+        os.dup2(file, number)
+    fork.close()
+    os.chdir(fork.folder)
+    os.environ.clear()
+    os.environ.update(fork.environment)
+    # As in a process of its own: no two forks draw the same numbers.
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    sys.argv = fork.words
+    runpy.run_path(fork.words[0], run_name="__main__")
