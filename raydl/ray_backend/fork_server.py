@@ -6,10 +6,10 @@ forks share its memory.
 
 Ray starts a worker process with the command in its runtime environment, ``py_executable``. Here it
 is a client of the fork server: it starts the server of its node, if there is none, requests a fork,
-and ends. The fork takes over its arguments, environment, folder and output, and runs Ray's worker
-program. If the server does not answer, the client runs that program itself, as Ray would.
+and ends. The fork takes over its arguments, folder and output, and runs Ray's worker program. If no
+server answers, the client runs that program itself, as Ray would.
 
-A server forks for clients with its own environment alone: libraries read the environment when they
+A server forks only for clients with the same environment: libraries read the environment when they
 are imported. As it has the id of the job, each job has a server of its own. A server ends with its
 raylet, or when it has had no fork for a while.
 """
@@ -159,7 +159,7 @@ def _request_fork(address: bytes, words: Sequence[str], deadline: float) -> None
         connection.connect(address)
         _check_owner(connection)
         files = [number for number in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{number}")]
-        body = json.dumps([list(words), os.getcwd(), dict(os.environ), files]).encode()
+        body = json.dumps([list(words), os.getcwd(), files]).encode()
         socket.send_fds(connection, [_LENGTH.pack(len(body))], files)
         connection.sendall(body)
         _receive(connection, len(_HERE))
@@ -167,10 +167,11 @@ def _request_fork(address: bytes, words: Sequence[str], deadline: float) -> None
 
 
 def _check_owner(connection: socket.socket) -> None:
-    """Check that the other side is a process of this user."""
+    """Check that the other side is a process of this user, and not of another container."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    if _UCRED.unpack(credentials)[1] != os.getuid():
-        raise PermissionError("the other side belongs to another user")
+    pid, uid, _ = _UCRED.unpack(credentials)
+    if not pid or uid != os.getuid():
+        raise PermissionError("the other side is none of this user's processes here")
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -188,7 +189,6 @@ class _Fork:
 
     words: list[str]
     folder: str
-    environment: dict[str, str]
     numbers: list[int]
     """The descriptors that its files are to have."""
 
@@ -197,7 +197,7 @@ class _Fork:
         _check_owner(connection)
         head, self.files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
         body = _receive(connection, *_LENGTH.unpack(head))
-        self.words, self.folder, self.environment, self.numbers = json.loads(body)
+        self.words, self.folder, self.numbers = json.loads(body)
         self.connection = connection
 
     def close(self) -> None:
@@ -305,8 +305,6 @@ def _become(fork: _Fork) -> None:
         os.dup2(file, number)
     fork.close()
     os.chdir(fork.folder)
-    os.environ.clear()
-    os.environ.update(fork.environment)
     # As in a process of its own: no two forks draw the same numbers.
     random.seed()
     np.random.seed()

@@ -1,0 +1,173 @@
+"""Worker programs as forks of a server; the tests' processes stand for Ray's."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from clusters import BOUND_S, ClusterRun, actors
+from processes import descendants_of, parent_of
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+
+from raydl.ray_backend import fork_server
+
+PROGRAM = """
+import json, os, random, sys
+has_torch = "torch" in sys.modules
+import numpy, torch
+told = {
+    "process": os.getpid(), "server": os.getppid(), "has_torch": has_torch, "words": sys.argv,
+    "folder": os.getcwd(), "name": __name__,
+    "random": [random.random(), numpy.random.random(), torch.rand(()).item()],
+}
+print("output of", sys.argv[1])
+with open(sys.argv[1] + ".part", "w") as file:
+    json.dump(told, file)
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+"""
+NO_LIBRARIES = "f._LIBRARIES = ()"
+
+
+class Node:
+    """Starts worker programs, as a raylet does."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.program = folder / "program.py"
+        self.program.write_text(PROGRAM)
+
+    def begin(self, name, change="pass", **environment):
+        """Start a client whose fork is to run the program."""
+        code = f"import os, sys; from raydl.ray_backend import fork_server as f; {change}; "
+        code += "f.main(sys.argv[1:])"
+        with (self.folder / f"{name}.out").open("w") as out:
+            return subprocess.Popen(
+                [sys.executable, "-c", code, str(self.program), name],
+                cwd=self.folder, stdout=out, env={**os.environ, **environment},
+            )  # fmt: skip
+
+    def start(self, name, change=NO_LIBRARIES, **environment):
+        """Start a client, wait for its end, and return what the program told."""
+        client = self.begin(name, change, **environment)
+        assert client.wait(timeout=BOUND_S) == 0
+        self.until((self.folder / name).exists)
+        return json.loads((self.folder / name).read_text()) | {"client": client.pid}
+
+    def until(self, condition):
+        deadline = time.monotonic() + BOUND_S
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+def has_ended(pid):
+    return not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.processes
+def test_two_programs_are_forks_of_one_process_that_has_imported_torch(node):
+    first, second = node.start("first", "pass"), node.start("second", "pass")
+    assert first["server"] == second["server"] != os.getpid()
+    assert first["process"] != second["process"]
+    for name, told in (("first", first), ("second", second)):
+        assert told["has_torch"]
+        assert told["words"] == [str(node.program), name]
+        assert (told["name"], told["folder"]) == ("__main__", str(node.folder))
+        node.until(lambda name=name: (node.folder / f"{name}.out").read_text())
+        assert (node.folder / f"{name}.out").read_text() == f"output of {name}\n"
+    assert not set(first["random"]) & set(second["random"])
+
+
+@pytest.mark.processes
+def test_an_environment_of_its_own_has_a_server_of_its_own(node):
+    assert node.start("one")["server"] != node.start("other", OTHER="1")["server"]
+
+
+@pytest.mark.processes
+def test_a_server_that_has_had_no_fork_for_a_while_ends_and_the_next_client_starts_another(node):
+    change = f"{NO_LIBRARIES}; f._IDLE_S = 0.1"
+    ended = node.start("first", change)["server"]
+    node.until(lambda: has_ended(ended))
+    assert node.start("second", change)["server"] != ended
+
+
+@pytest.mark.processes
+def test_a_server_ends_with_its_raylet(node):
+    client = f"import sys; from raydl.ray_backend import fork_server as f; {NO_LIBRARIES}; "
+    client += "f.main(sys.argv[1:])"
+    raylet = "import sys, subprocess; subprocess.run(sys.argv[1:]); input()"
+    words = [sys.executable, "-c", client, str(node.program), str(node.folder / "name")]
+    with subprocess.Popen([sys.executable, "-c", raylet, *words], stdin=subprocess.PIPE) as raylet:
+        node.until((node.folder / "name").exists)
+        server = json.loads((node.folder / "name").read_text())["server"]
+        assert not has_ended(server)
+        raylet.kill()
+    node.until(lambda: has_ended(server))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "change",
+    [
+        "f._LIBRARIES = ('no_module_of_this_name',)",
+        # Its own address is in use by somebody who never answers.
+        "f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))",
+        "other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1",
+    ],
+    ids=["has no libraries", "does not answer", "belongs to another user"],
+)
+def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change):
+    told = node.start("name", change)
+    assert (told["process"], told["has_torch"]) == (told["client"], False)
+
+
+@pytest.mark.processes
+def test_a_fork_whose_client_has_given_up_runs_nothing(node):
+    gives_up = (
+        f"{NO_LIBRARIES}; f._HERE = b'hello'; receive = f._receive; "
+        "f._receive = lambda c, size: os._exit(0) if size == 5 else receive(c, size)"
+    )
+    client = node.begin("given up", gives_up)
+    assert client.wait(timeout=BOUND_S) == 0
+    server = node.start("next")["server"]
+    node.until(lambda: len(descendants_of(server)) == 1)
+    assert not (node.folder / "given up").exists()
+
+
+@pytest.mark.parametrize(
+    ("of_job", "is_fork"),
+    [
+        ({}, True),
+        ({"working_dir": "gcs://one.zip", "env_vars": {"A": "1"}}, True),
+        ({"pip": ["emoji"]}, False),
+        ({"_nsight": "default"}, False),
+        ({"py_executable": "uv run"}, False),
+    ],
+)
+def test_a_job_that_chooses_its_python_itself_has_no_fork_server(monkeypatch, of_job, is_fork):
+    monkeypatch.setattr(
+        "ray.get_runtime_context", lambda: SimpleNamespace(runtime_env=of_job), raising=True
+    )
+    assert (fork_server.runtime_env() is not None) == is_fork
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("options", [(), ("--scaling.no-fork-server",)], ids=["forks", "none"])
+def test_the_processes_of_a_run_are_forks_unless_the_user_says_no(four_cpus, tmp_path, options):
+    words = ["--data", "synthetic:64", "--model", "mlp", "--batch-size", "8", "--epochs", "99999"]
+    raylet = four_cpus.head_node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
+    with ClusterRun(four_cpus, tmp_path / "run", "--workers", "2", *words, *options) as run:
+        run.until_training(2)
+        processes = actors(four_cpus, "WorkerActor") + actors(four_cpus, "CenterActor")
+        servers = {parent_of(pid) for pid in processes}
+    assert len(processes) == 3
+    assert len(servers) == 1
+    assert (servers == {raylet}) == bool(options)
