@@ -88,7 +88,7 @@ def no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_ray_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands in the test process do not start Ray ahead: it would outlive the test."""
-    monkeypatch.setattr(session, "begin", lambda: None)
+    monkeypatch.setattr(session, "begin", lambda **_: None)
 
 
 @pytest.fixture

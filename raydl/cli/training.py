@@ -20,7 +20,7 @@ def train(arguments: Sequence[str]) -> int:
     """Train a model with elastic workers."""
     config = parse_train(arguments)
     if config.scaling.max_workers and _may_exist(config.data):
-        ray_session.begin()
+        ray_session.begin(has_forks=config.scaling.fork_server)
     # Imported here: --help and a wrong option should not wait for torch.
     from raydl.run.trainer import Trainer
     from raydl.storage import parent_and_name

@@ -43,9 +43,14 @@ _LIBRARIES = (
     "raydl.core.torch_import",
     "ray._private.node",
     "ray.actor",
-    "raydl.ray_backend.actors",
+    "raydl.collective.ray_collective",
+    "raydl.parameter_server.server",
+    "raydl.worker.evaluator",
     "raydl.worker.loop",
 )
+"""What Ray's worker program and the actors import. None of it starts a thread that a fork would
+need, or uses a GPU. No module with an actor's class: Ray draws an id for it, see
+``_draw_the_same_ids``."""
 _UCRED = struct.Struct("3i")
 _LENGTH = struct.Struct("!Q")
 _HERE, _GO = b"h", b"g"
@@ -227,6 +232,8 @@ class _Server:
         os.setsid()  # no signal from the raylet's terminal
         _silence()
         _import_libraries()
+        if _draw_the_same_ids():
+            os._exit(1)  # the clients run their programs themselves
         _set_title(self._title)
         while True:
             watched = [self._listener.fileno(), self._raylet, *self._forks]
@@ -269,15 +276,33 @@ def _silence() -> None:
 
 
 def _import_libraries() -> None:
-    """Import what Ray's worker program and the actors use.
-
-    None of it may start a thread that a fork would need, or use a GPU.
-    """
     import gc
 
     for name in _LIBRARIES:
         importlib.import_module(name)
     gc.freeze()  # a collection would write to the pages that all forks share
+
+
+def _draw_the_same_ids() -> bool:
+    """Return whether two forks draw the same ids from Ray's generator of random numbers.
+
+    They do once this process has drawn one. Then tasks of two workers have the same id, which ends
+    the process that receives both. An import of another version of Ray might draw one.
+    """
+    from ray._raylet import WorkerID
+
+    ids = []
+    for _ in range(2):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.write(writer, WorkerID.from_random().binary())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(writer)
+        ids.append(os.read(reader, 64))
+        os.close(reader)
+    return ids[0] == ids[1]
 
 
 def _set_title(title: str) -> None:
@@ -289,11 +314,9 @@ def _set_title(title: str) -> None:
 
 def _become(fork: _Fork) -> None:
     """Go on as the worker process that a client was asked to be."""
-    import random
     import runpy
 
     import numpy as np
-    import torch
 
     os.setpgid(0, 0)  # Ray may end a worker process with its group
     try:
@@ -305,9 +328,6 @@ def _become(fork: _Fork) -> None:
         os.dup2(file, number)
     fork.close()
     os.chdir(fork.folder)
-    # As in a process of its own: no two forks draw the same numbers.
-    random.seed()
-    np.random.seed()
-    torch.seed()
+    np.random.seed()  # as in a process of its own; Python's generator is seeded by each fork
     sys.argv = fork.words
     runpy.run_path(fork.words[0], run_name="__main__")

@@ -31,8 +31,10 @@ _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray itself waits for minutes."""
 _START_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
-_beginning: Future[None] | None = None
-"""The start of a local cluster that is under way."""
+_beginning: Future[bool] | None = None
+"""A connection that is under way; its result is that of ``connect``."""
+_QUIET = logging.ERROR
+"""Ray's level while it connects: in a thread it warns that it sets no handler for SIGTERM."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -98,15 +100,18 @@ def dashboard_url(address: str) -> str:
     return url
 
 
-def begin() -> None:
-    """Start the local cluster in a thread, if ``connect`` would start one, and return at once.
+def begin(*, has_forks: bool) -> None:
+    """Connect in a thread, as ``connect`` would, and return at once.
 
     Ray takes seconds to start one process after the other; meanwhile the caller imports modules and
-    reads data. ``connect`` waits for the cluster, and raises its error. The cluster ends with this
-    process.
+    reads data. ``connect`` waits for the connection, and raises its error. The connection, and with
+    it a local cluster, ends with this process.
+
+    Args:
+        has_forks: whether the run's processes will be forks: start this node's fork server, too.
     """
     global _beginning
-    if _beginning is not None or _address():
+    if _beginning is not None:
         return
     prepare()
     import ray
@@ -116,7 +121,7 @@ def begin() -> None:
     _beginning = Future()
     atexit.register(_end, _beginning)  # runs before Ray's handlers, which are registered earlier
     threading.Thread(
-        target=_start_and_stay, args=(_beginning,), name="start-of-ray", daemon=True
+        target=_connect_and_stay, args=(_beginning, has_forks), name="start-of-ray", daemon=True
     ).start()
 
 
@@ -135,17 +140,23 @@ def connect() -> bool:
 
     if _beginning is not None:
         begun, _beginning = _beginning, None
-        begun.result()
+        is_local = begun.result()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
-        return True
+        return is_local
     if ray.is_initialized():
         return False
-    if _address():
+    return _connect()
+
+
+def _connect() -> bool:
+    is_local = not _address()
+    if is_local:
+        _start_here()
+    else:
         _join(_address())
-        return False
-    _start_here()
-    return True
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    return is_local
 
 
 def _address() -> str:
@@ -171,8 +182,7 @@ def _start_here() -> None:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                # No warnings yet: in a thread Ray warns that it sets no handler for SIGTERM.
-                logging_level=logging.ERROR,
+                logging_level=_QUIET,
                 # Not the processes that Ray starts in advance, one per core: the actors are forks.
                 _system_config={"prestart_worker_first_driver": False},
             )
@@ -185,9 +195,7 @@ def _start_here() -> None:
                 "memory or disk space; try again, or start a cluster with ray start and set "
                 "RAY_ADDRESS=auto",
             ) from error
-    logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
-    fork_server.warm_up()
 
 
 def _draw_ids_from_the_system() -> None:
@@ -239,18 +247,20 @@ def _on_the_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _start_and_stay(beginning: Future[None]) -> None:
-    """Start the local cluster, then wait forever: Linux kills its processes with this thread."""
+def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:
+    """Connect, then wait forever: Linux kills the processes of a local cluster with this thread."""
     try:
-        _start_here()
-        beginning.set_result(None)
+        is_local = _connect()
+        if has_forks:
+            fork_server.warm_up()
+        beginning.set_result(is_local)
     except BaseException as error:
         beginning.set_exception(error)
     threading.Event().wait()
 
 
-def _end(beginning: Future[None]) -> None:
-    """End a local cluster, which may still be starting."""
+def _end(beginning: Future[bool]) -> None:
+    """End a connection, which may still be under way, and with it a local cluster."""
     import ray
 
     wait([beginning], timeout=_START_S)
@@ -279,7 +289,7 @@ def _join(address: str) -> None:
         if tls_files(os.environ) is None:
             _check_answer(address, canonicalize_bootstrap_address(address))
         with _redacted_command():
-            ray.init(logging_level=logging.WARNING)
+            ray.init(logging_level=_QUIET)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         ray.shutdown()
         raise ClusterError(address, _refusal(error)) from error

@@ -205,8 +205,8 @@ def init(monkeypatch):
 
 
 def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
-    begin()
-    begin()
+    begin(has_forks=False)
+    begin(has_forks=False)
     threading.Timer(0.05, init.may_end.set).start()
     assert ray_session.connect() is True
     assert init.may_end.is_set()
@@ -218,7 +218,7 @@ def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
 def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
     init.problem = OSError("no space left")
     init.may_end.set()
-    begin()
+    begin(has_forks=False)
     with pytest.raises(OSError, match="no space left"):
         ray_session.connect()
     init.problem = None
@@ -228,7 +228,7 @@ def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
 def test_a_cluster_of_ones_own_that_does_not_start_in_time_is_one_sentence(init):
     init.problem = Exception("The current node timed out during startup. This could happen because")
     init.may_end.set()
-    begin()
+    begin(has_forks=False)
     with pytest.raises(ClusterError, match=r"^the Ray cluster of this run did not start within 30"):
         ray_session.connect()
 
@@ -257,16 +257,26 @@ def test_drivers_with_one_seed_have_subscribers_with_different_ids(monkeypatch, 
     assert drawn == [True, True], "the id depends on the seed"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:6379", "auto"])
-def test_nothing_is_begun_where_there_is_a_cluster_to_go_to(monkeypatch, init, address):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    begin()
-    assert init.calls == []
+def test_a_cluster_to_go_to_is_joined_in_the_thread(monkeypatch, init):
+    with gcs(None) as its_address:
+        monkeypatch.setenv("RAY_ADDRESS", its_address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        begin(has_forks=False)
+        threading.Timer(0.05, init.may_end.set).start()
+        assert ray_session.connect() is False
+    assert ["address" in how for how in init.calls] == [False]
+
+
+def test_a_cluster_that_does_not_answer_the_thread_is_one_sentence(monkeypatch, init):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    begin(has_forks=False)
+    with pytest.raises(ClusterError, match=r"does not answer"):
+        ray_session.connect()
 
 
 def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    begin()
+    begin(has_forks=False)
     assert ray_session.connect() is False
     assert init.calls == []
 
@@ -277,8 +287,9 @@ def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
 @pytest.mark.cluster
 def test_a_cluster_of_ones_own_has_imported_torch_before_an_actor_starts(tmp_path):
     code = (
-        "import sys, ray; from raydl.ray_backend import fork_server, session; session.begin(); "
-        "session.connect(); has_torch = ray.remote(lambda: 'torch' in sys.modules); "
+        "import sys, ray; from raydl.ray_backend import fork_server, session; "
+        "session.begin(has_forks=True); session.connect(); "
+        "has_torch = ray.remote(lambda: 'torch' in sys.modules); "
         "forked = has_torch.options(runtime_env=fork_server.runtime_env()); "
         "sys.exit(not ray.get(forked.remote(), timeout=60))"
     )

@@ -18,10 +18,12 @@ PROGRAM = """
 import json, os, random, sys
 has_torch = "torch" in sys.modules
 import numpy, torch
+from ray._raylet import WorkerID
 told = {
     "process": os.getpid(), "server": os.getppid(), "has_torch": has_torch, "words": sys.argv,
     "folder": os.getcwd(), "name": __name__,
-    "random": [random.random(), numpy.random.random(), torch.rand(()).item()],
+    "torch's": torch.rand(()).item(),
+    "random": [random.random(), numpy.random.random(), WorkerID.from_random().hex()],
 }
 print("output of", sys.argv[1])
 with open(sys.argv[1] + ".part", "w") as file:
@@ -84,6 +86,7 @@ def test_two_programs_are_forks_of_one_process_that_has_imported_torch(node):
         node.until(lambda name=name: (node.folder / f"{name}.out").read_text())
         assert (node.folder / f"{name}.out").read_text() == f"output of {name}\n"
     assert not set(first["random"]) & set(second["random"])
+    assert first["torch's"] == second["torch's"]  # which begins alike in every process
 
 
 @pytest.mark.processes
@@ -118,11 +121,13 @@ def test_a_server_ends_with_its_raylet(node):
     "change",
     [
         "f._LIBRARIES = ('no_module_of_this_name',)",
+        # Its forks would draw the same ids.
+        "f._LIBRARIES = ('raydl.ray_backend.actors',)",
         # Its own address is in use by somebody who never answers.
         "f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))",
         "other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1",
     ],
-    ids=["has no libraries", "does not answer", "belongs to another user"],
+    ids=["has no libraries", "has drawn an id", "does not answer", "belongs to another user"],
 )
 def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change):
     told = node.start("name", change)
