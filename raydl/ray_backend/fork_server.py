@@ -229,7 +229,7 @@ class _Server:
 
     def serve(self) -> _Fork:
         """Serve; it returns in each fork, and only there."""
-        os.setsid()  # no signal from the raylet's terminal
+        os.setpgid(0, 0)  # it receives no signal that a terminal sends to the raylet's group
         _silence()
         _import_libraries()
         if _draw_the_same_ids():
