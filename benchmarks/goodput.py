@@ -7,6 +7,9 @@ Two workers train LeNet on one Ray cluster. After some quiet seconds, a process 
 
 worker   a worker that trains, each in turn
 center   the Center actor, which holds the center
+notice   nothing is killed: every 15 seconds the node of a worker that trains is drained, with 10 s
+         of notice. Each worker has a node of its own; the other nodes, one per drain and one more,
+         stand by
 
 goodput  counted samples per second from the first kill on, over those of the quiet seconds before
          it in the same run. A sample counts when the run counts it (``status.json``), so steps
@@ -67,6 +70,8 @@ CASES = {
     "async-easgd 1:2, worker": ("async-easgd", "1:2", 0, "worker"),
     "sync-easgd 2, center": ("sync-easgd", "2", 0, "center"),
     "async-easgd 2, center": ("async-easgd", "2", 0, "center"),
+    "sync-easgd 2, notice": ("sync-easgd", "2", 0, "notice"),
+    "async-easgd 2, notice": ("async-easgd", "2", 0, "notice"),
 }
 """Method, workers, hot spares, and what is killed."""
 QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}

@@ -5,10 +5,11 @@ due; ``inflict`` inflicts them on that process.
 """
 
 from raydl.faults.inflict import Held, Partition, ProcessInflicts, inflict_here
-from raydl.faults.injector import Inflicts, Injector
+from raydl.faults.injector import Announced, Inflicts, Injector
 from raydl.faults.plan import Fault, FaultPlan
 
 __all__ = [
+    "Announced",
     "Fault",
     "FaultPlan",
     "Held",

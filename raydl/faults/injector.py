@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Protocol
 
 from raydl.faults.plan import Fault
@@ -26,6 +27,14 @@ class Inflicts(Protocol):
         """Give notice that its node will be preempted in ``for_s`` seconds. Returns at once."""
 
 
+class Announced(Enum):
+    """What became of the announcement of a fault."""
+
+    FIRST = "received: the fault may fire"
+    AGAIN = "received, and the fault has fired in another process"
+    LOST = "not received"
+
+
 class Injector:
     """Fires the faults of one process.
 
@@ -35,9 +44,8 @@ class Injector:
     Args:
         faults: faults of the plan; may include those of other processes.
         inflict: inflicts the faults.
-        announce: called before each fault, since a killed process reports nothing afterwards;
-            returns whether the announcement was received. If not, the fault waits for a later
-            step.
+        announce: called before each fault, since a killed process reports nothing afterwards. A
+            fault whose announcement is lost waits for a later step.
         fired: numbers of the faults that fired before this process was started.
         clock: the time in seconds, from any origin.
         sleep: waits for a number of seconds.
@@ -47,7 +55,7 @@ class Injector:
         self,
         faults: Iterable[Fault],
         inflict: Inflicts,
-        announce: Callable[[Fault], bool],
+        announce: Callable[[Fault], Announced],
         fired: Iterable[int] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -109,9 +117,10 @@ class Injector:
             self._sleep(sum(by_s for _, by_s in self._slow))
 
     def _fire(self, fault: Fault) -> bool:
-        """Inflict a fault if its announcement is received; return whether it was."""
-        if not self._announce(fault):
-            return False
+        """Announce a fault, and inflict it if it may fire; return whether it is done with."""
+        announced = self._announce(fault)
+        if announced is not Announced.FIRST:
+            return announced is Announced.AGAIN
         if fault.kind == "kill":
             self._inflict.kill()
         elif fault.kind == "stop":

@@ -35,7 +35,7 @@ from raydl.data.ledger import Span
 from raydl.elastic.center_endpoint import CenterEndpoint
 from raydl.elastic.failures import raise_if_of_machine
 from raydl.errors import ExchangeError, NonFiniteError
-from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
+from raydl.faults import Announced, Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.parameter_server.protocol import HOME, CellAddress, Request, Response
 from raydl.parameter_server.ray_transport import RayCenterClient
 from raydl.parameter_server.server import CenterServer, OptimizerStates, make_shard
@@ -107,6 +107,7 @@ class CenterActor(CenterEndpoint):
         self._shelf = SnapshotCache()
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
+        self._noted: set[int] = set()
         self._process = uuid.uuid4().hex
 
     def start_center(
@@ -196,9 +197,17 @@ class CenterActor(CenterEndpoint):
         state = self.center_server.optimizer_state(others)
         return (version, time.thread_time() - began), state
 
-    def note_fault(self, number: int, worker_id: str) -> None:
-        """Record that a worker is about to inflict a fault on itself."""
-        self._faults.append((number, worker_id))
+    def note_fault(self, number: int, worker_id: str) -> bool:
+        """Record that a worker is about to inflict a fault on itself; return whether it may.
+
+        A worker that takes over a lost worker's rank may find the same fault due before the driver
+        has told it that the fault has fired.
+        """
+        is_first = number not in self._noted
+        if is_first:
+            self._noted.add(number)
+            self._faults.append((number, worker_id))
+        return is_first
 
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on this process."""
@@ -368,17 +377,17 @@ class WorkerActor:
         self._partition.hold()
         self._shards[HOME].put.remote(snapshot)
 
-    def _announce(self, fault: Fault) -> bool:
-        """Announce a fault before it fires; return whether the center may have received that."""
+    def _announce(self, fault: Fault) -> Announced:
+        """Announce a fault to the center before it fires."""
         self._partition.hold()
         noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
         try:
-            ray.get(noted, timeout=_ANNOUNCE_S)
+            is_first = ray.get(noted, timeout=_ANNOUNCE_S)
         except RayActorError:  # the center was lost
-            return False
-        except RayError:
-            return True
-        return True
+            return Announced.LOST
+        except RayError:  # the center may have received it
+            return Announced.FIRST
+        return Announced.FIRST if is_first else Announced.AGAIN
 
     @ray.method(concurrency_group="loop")
     def run(

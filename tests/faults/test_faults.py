@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from plans import kill_fault as kill
 
-from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts
+from raydl.faults import Announced, Fault, Held, Injector, Partition, ProcessInflicts
 from raydl.ray_backend.actors import WorkerActor
 
 WAIT_S = 60.0
@@ -37,12 +37,12 @@ class Diary:
 
     def __init__(self):
         self.lines = []
-        self.is_heard = True
+        self.answer = Announced.FIRST
 
     def announce(self, fault):
-        if self.is_heard:
+        if self.answer is Announced.FIRST:
             self.lines.append(fault.sentence)
-        return self.is_heard
+        return self.answer
 
     def kill(self):
         self.lines.append("kill")
@@ -98,12 +98,22 @@ def test_a_fault_is_announced_and_then_inflicted():
 
 def test_a_fault_waits_for_a_step_at_which_its_announcement_is_received():
     process = Process(kill(at=4.0))
-    process.diary.is_heard = False  # the center is being started again
+    process.diary.answer = Announced.LOST  # the center is being started again
     assert [process.step(step) for step in (4, 5)] == [[], []]
-    process.diary.is_heard = True
+    process.diary.answer = Announced.FIRST
     assert process.step(6, rank=0) == [1]
     assert process.diary.lines[1:] == ["kill"]
     assert process.step(7) == [1]
+
+
+def test_a_fault_that_has_fired_in_another_process_is_not_inflicted_here():
+    """Such as in the worker whose rank this one has taken over."""
+    process = Process(kill(at=4.0))
+    process.diary.answer = Announced.AGAIN
+    process.step(4)
+    process.diary.answer = Announced.FIRST
+    process.step(5)
+    assert process.diary.lines == []
 
 
 @pytest.mark.parametrize(
@@ -328,7 +338,7 @@ def test_a_notice_is_passed_on():
 
 WORKER = """
 import sys, threading, time
-from raydl.faults import Fault, Injector, Partition, ProcessInflicts
+from raydl.faults import Announced, Fault, Injector, Partition, ProcessInflicts
 
 kind, for_s = sys.argv[1], float(sys.argv[2]) or None
 fault = Fault(0, kind, "w0", "step", 3.0, for_s=for_s)
@@ -336,7 +346,7 @@ inflict = ProcessInflicts(Partition(), print)
 
 def announce(fault):
     print(fault.sentence, flush=True)
-    return True
+    return Announced.FIRST
 
 injector = Injector([fault], inflict, announce)
 
