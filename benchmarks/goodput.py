@@ -7,11 +7,15 @@ Two workers train LeNet on one Ray cluster. After some quiet seconds, a process 
 
 worker   a worker that trains, each in turn
 center   the Center actor, which holds the center
-notice   nothing is killed: every 15 seconds the node of a worker that trains is drained, with 10 s
-         of notice. Each worker has a node of its own; the other nodes, one per drain and one more,
-         stand by
 
-goodput  counted samples per second from the first kill on, over those of the quiet seconds before
+Two further cases kill nothing; a fault plan of the run inflicts them:
+
+notice   every 15 s, for a minute, the node of one worker is drained with 10 s of notice; each
+         worker has a node of its own, and a further node per notice stands by
+link     once a minute, for three minutes, the messages from and to one worker are held back for
+         20 s, as if the link of its host was cut
+
+goodput  counted samples per second from the first fault on, over those of the quiet seconds before
          it in the same run. A sample counts when the run counts it (``status.json``), so steps
          that were thrown away or repeated do not count. For torchft these are the samples of
          committed steps, for hivemind those that all peers have reported. For Ray Train, which has
@@ -19,26 +23,27 @@ goodput  counted samples per second from the first kill on, over those of the qu
          it started from.
 expected the goodput that the simulation behind ``raydl plan --preemptions`` gives for these workers
          and kills, with its default durations: two workers share a machine of two cores, which
-         stays. The speeds of one and of two workers are measured in the same run. Kills of the
-         center are not simulated.
+         stays. The speeds of one and of two workers are measured in the same run. Only kills of
+         workers are simulated.
 
 With ``2 + spare`` a hot spare stands by; ``1:2`` continues with one worker until the replacement
-has started; ``2`` waits for it. A new process uses some 2.6 s of CPU time until it trains, on the
-cores that the workers use, too: with a kill every 15 s on two cores that alone costs 0.09 of the
-goodput. Ray Train writes a checkpoint about every second, to its advantage. torchft's DDP is left
-out: with torch 2.13 a survivor ends by an assertion in torchft 0.2.0 (``ddp.py``), and its state is
-lost with it.
+has started; ``2`` waits for it. A new process uses CPU time until it trains, on the cores that the
+workers use, too. Ray Train writes a checkpoint about every second, to its advantage. torchft's DDP
+is left out: with torch 2.13 a survivor ends by an assertion in torchft 0.2.0 (``ddp.py``), and its
+state is lost with it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -72,8 +77,10 @@ CASES = {
     "async-easgd 2, center": ("async-easgd", "2", 0, "center"),
     "sync-easgd 2, notice": ("sync-easgd", "2", 0, "notice"),
     "async-easgd 2, notice": ("async-easgd", "2", 0, "notice"),
+    "sync-easgd 1:2, link": ("sync-easgd", "1:2", 0, "link"),
+    "async-easgd 1:2, link": ("async-easgd", "1:2", 0, "link"),
 }
-"""Method, workers, hot spares, and what is killed."""
+"""Method, workers, hot spares, and what is killed, or another fault."""
 QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}
 _ROUND_S = 0.2
 """Seconds of a round of LeNet at the default period, as the simulation assumes."""
@@ -82,6 +89,8 @@ _WITHIN = 0.1
 _UP_S = 180.0
 _SETTLE_S = 2.0
 """Seconds of training before the quiet ones."""
+_START_OF_STORM_S = 1.0
+"""Seconds from the end of the quiet ones to the first fault of a fault plan."""
 _RECENT_S = 1.0
 """A worker that has begun a step within this time trains, in seconds."""
 
@@ -97,6 +106,44 @@ class Times:
 
 FULL = Times(quiet_s=30.0, storm_s=180.0, every_s=15.0)
 QUICK = Times(quiet_s=6.0, storm_s=16.0, every_s=8.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A fault that the run's fault plan inflicts again and again, on a worker drawn each time."""
+
+    fault: str
+    for_s: float
+    times: Times
+    target: float
+    """Target for the goodput."""
+
+    @property
+    def count(self) -> int:
+        """The number of faults."""
+        return int(self.times.storm_s / self.times.every_s)
+
+    def plan(self) -> str:
+        """Return the fault plan, as YAML; the first fault comes after the quiet seconds."""
+        first = _SETTLE_S + self.times.quiet_s + _START_OF_STORM_S
+        faults = [
+            {"fault": self.fault, "target": "any", "for_s": self.for_s,
+             "at": f"second {first + self.times.every_s * k:g}"}
+            for k in range(self.count)
+        ]  # fmt: skip
+        return json.dumps({"faults": faults})  # which is YAML, too
+
+
+PLANNED = {
+    "notice": Planned(
+        fault="drain", for_s=10.0, target=0.99,
+        times=Times(quiet_s=30.0, storm_s=60.0, every_s=15.0),
+    ),
+    "link": Planned(
+        fault="partition", for_s=20.0, target=0.97,
+        times=Times(quiet_s=30.0, storm_s=180.0, every_s=60.0),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +184,36 @@ def raydl_case(
         run.wait_until(lambda: num_ready(folder) >= spares, ready, within_s=_UP_S)
         victim = partial(_center, cluster) if target == "center" else partial(_worker, run)
         return _storm(run, times, victim, lambda: _counted(folder))
+
+
+def planned_case(
+    cluster: Cluster | None, data: str, method: str, workers: str, planned: Planned
+) -> Goodput:
+    """Return the goodput of raydl under a fault plan; see ``raydl_case``.
+
+    Args:
+        cluster: cluster of the run; None: one of its own, with a node per worker and per fault.
+        data: folder of the data set.
+        method: name of the method.
+        workers: N, or MIN:MAX.
+        planned: the fault.
+
+    Raises:
+        WatchError: if the run ended or timed out, or if the faults did not fire.
+    """
+    if cluster is None:
+        with Cluster(num_nodes=NUM_WORKERS + planned.count) as nodes:
+            return planned_case(nodes, data, method, workers, planned)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as plan:
+        plan.write(planned.plan())
+        plan.flush()
+        words = [*endless_run(data, method, workers, 0), "--fault-plan", plan.name]
+        with Watched(words, cluster) as run:
+            result = _storm(run, planned.times, None, lambda: _counted(run.folder / "run"))
+            fired = len(set(re.findall(r"fault (\d+):", run.log())))
+            if fired != planned.count:
+                raise WatchError(f"{fired} of {planned.count} faults fired:\n{run.log()}")
+    return replace(result, num_kills=fired)
 
 
 def speed_alone(cluster: Cluster, data: str, times: Times, method: str) -> float:
@@ -191,7 +268,7 @@ def peer_case(cluster: Cluster, times: Times, words: list[str]) -> Goodput:
 def _storm(
     run: Watched,
     times: Times,
-    victim: Callable[[int], int | None],
+    victim: Callable[[int], int | None] | None,
     counted: Callable[[], tuple[float, int]],
 ) -> Goodput:
     """Let a run train in quiet, then kill its processes, and return its speeds.
@@ -199,7 +276,8 @@ def _storm(
     Args:
         run: the run.
         times: durations.
-        victim: returns the process to kill, given the number of kills before; None: none now.
+        victim: returns the process to kill, given the number of kills before; None: none now, or
+            no process at all.
         counted: returns (when, the number of counted samples then).
     """
     train = f"{NUM_WORKERS} workers train"
@@ -210,7 +288,7 @@ def _storm(
     before, num_kills = counted(), 0
     deadline = time.monotonic() + times.storm_s
     while (left_s := deadline - time.monotonic()) > times.every_s / 2:
-        pid = victim(num_kills)
+        pid = None if victim is None else victim(num_kills)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             num_kills += 1
@@ -281,9 +359,11 @@ def add_results(
         quiet = Spread.of([goodput.quiet_speed for goodput in of_case])
         kills = sum(goodput.num_kills for goodput in of_case)
         short = name.replace(",", "").replace(" ", "-").replace("-+-", "-").lower()
-        target = TARGET if "spare" in name or "center" in name else None
-        report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
         method, workers, spares, victim = CASES.get(name, ("", "", 0, ""))
+        target = TARGET if spares or victim == "center" else None
+        if victim in PLANNED:
+            target = PLANNED[victim].target
+        report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
         told = ""
         if victim == "worker":
             speeds = {1: alone[method], NUM_WORKERS: quiet.median}
@@ -293,7 +373,7 @@ def add_results(
             named = f"goodput.{short}.error_of_plan"
             report.add_figures(Figure(name=named, value=error, target=_WITHIN, is_better="less"))
         rows.append((name, share.text(), told, quiet.text(".4g"), kills))
-    report.add_table(("", "goodput", "expected", "quiet samples/s", "kills"), rows)
+    report.add_table(("", "goodput", "expected", "quiet samples/s", "faults"), rows)
 
 
 def main() -> None:
@@ -309,22 +389,28 @@ def main() -> None:
     report = Report.of_command("goodput", options)
     ours = QUICK_CASES if options.quick else CASES
     with Cluster(NUM_WORKERS) as cluster:
-        cases: dict[str, Callable[[], Goodput]] = {
-            name: partial(raydl_case, cluster, data, times, *words) for name, words in ours.items()
-        }
+        cases: dict[str, Callable[[], Goodput]] = {}
+        for name, (method, workers, spares, victim) in ours.items():
+            if planned := PLANNED.get(victim):
+                place = None if victim == "notice" else cluster
+                cases[name] = partial(planned_case, place, data, method, workers, planned)
+            else:
+                cases[name] = partial(
+                    raydl_case, cluster, data, times, method, workers, spares, victim
+                )
         if not options.quick:
             for name, words_of in PEERS.items():
                 cases[name] = partial(peer_case, cluster, times, words_of(data))
         parts = options.only.split(",")
         cases = {name: c for name, c in cases.items() if any(part in name for part in parts)}
         try:
-            methods = {CASES[name][0] for name in cases if name in CASES}
+            methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] == "worker"}
             alone = {m: speed_alone(cluster, data, times, m) for m in sorted(methods)}
             add_results(report, interleaved(cases, repeats=options.repeats or 1), alone, times)
         except WatchError as error:
             sys.exit(f"the goodput was not measured: {error}")
     cores = f"{NUM_WORKERS} workers on {os.cpu_count()} cores"
-    report.add_text(f"{cores}, a kill every {times.every_s:g} s.")
+    report.add_text(f"{cores}; a kill every {times.every_s:g} s.")
     report.close(options.out)
 
 

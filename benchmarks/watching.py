@@ -45,7 +45,10 @@ signal.pause()
 """
 _CLUSTER_OF_NODES = """
 import signal
+from ray._private import utils
 from ray.cluster_utils import Cluster
+# The small form of Ray's agent: the full one uses some 3 s of CPU time on each node.
+utils.get_dashboard_dependency_error = lambda: ImportError("no dashboard")
 sizes = dict(object_store_memory={store_bytes})
 cluster = Cluster(
     initialize_head=True, head_node_args=dict(num_cpus=0, include_dashboard=False, **sizes),
