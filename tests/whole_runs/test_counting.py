@@ -42,8 +42,10 @@ class Machines:
         self.num_losses += 1
 
     def kill_worker(self):
+        killed = "was lost: its process was killed"
+        before = self.run.output.count(killed)
         self.signal("WorkerActor", signal.SIGKILL)
-        self.run.until_said("was lost")
+        self.run.until(lambda: self.run.output.count(killed) > before)
 
     def halt_worker(self):
         # The cause in the log depends on whether the node answers soon, too.
