@@ -15,9 +15,11 @@ clock of both sides starts when their workers have formed the group, just before
 table also has the peer's time without its evaluations.
 
 The peer is DistributedDataParallel in Ray Train's TorchTrainer. Its learning rate and momentum are
-the best of a few, chosen first with one seed: those that need the fewest samples (with torchrun,
-which computes the same); the quick form takes one of them. raydl's are not tuned; ``--also``
-measures sync-easgd with further settings beside the defaults.
+the best of ten, chosen first with one seed: those that need the fewest samples (with torchrun,
+which computes the same); the quick form takes one of them. raydl's are its defaults. With
+``--tuned`` the named methods run at the best of the same ten as well, chosen in the same way, as
+further cases; the peer's time is then also given over theirs. ``--also`` measures sync-easgd with
+further settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
 had; ratios to it are lower bounds. The full form takes about half an hour on two cores. The target
@@ -41,6 +43,8 @@ from raydl.core.methods import METHODS
 
 NUM_WORKERS = 2
 OURS, ALSO, PEER, TIED = "sync-easgd", "also", "Ray Train", "hogwild-easgd"
+TUNED = " tuned"
+"""What is added to the name of a method whose learning rate and momentum were chosen."""
 OVER_PEER = 1.3
 TIE = 0.95
 """Lower bound for the time of ``TIED``: runs with the same seed differ by as much."""
@@ -48,22 +52,23 @@ TIE = 0.95
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate and momentum of the peer, for a batch of 64 per worker."""
+    """A learning rate and momentum, for a batch of 64 per worker."""
 
     lr: float
     momentum: float
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Options of the peer."""
+        """Options of raydl and of the peer."""
         return "--lr", str(self.lr), "--momentum", str(self.momentum)
 
     def __str__(self) -> str:
         return f"{self.lr:g} with momentum {self.momentum:g}"
 
 
-RATES = (Rate(0.1, 0.0), Rate(0.2, 0.0), Rate(0.4, 0.0), Rate(0.02, 0.9), Rate(0.05, 0.9))
-"""Candidates: multiples of the rate of a single worker, with and without momentum."""
+RATES = tuple(Rate(lr, momentum) for momentum in (0.0, 0.9) for lr in (0.02, 0.05, 0.1, 0.2, 0.4))
+"""Candidates, for every case that is tuned."""
+_QUICK_RATE = Rate(0.2, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,22 +131,61 @@ def reached_by_peer(run: Trained, *, accuracy: float) -> Reached:
     )  # fmt: skip
 
 
-def best_rate(place: Workplace, data: str, plan: Plan, rates: Sequence[Rate]) -> Rate:
-    """Return the rate with which the peer reaches the accuracy with the fewest samples."""
+def best_rate(name: str, train: Callable[[Rate], Reached], rates: Sequence[Rate]) -> Rate:
+    """Return the rate with which a case reaches the accuracy with the fewest samples.
+
+    Args:
+        name: name of the case.
+        train: trains it, and raises ``RunError`` if the run fails or times out.
+        rates: candidates.
+    """
 
     def cost(rate: Rate) -> tuple[float, float]:
         try:
-            run = place.ddp(*_peer_words(data, plan, rate, seed=0), num_workers=NUM_WORKERS)
+            reached = train(rate)
         except RunError as error:
-            print(f"  the peer at {rate}: {error}", flush=True)
+            print(f"  {name} at {rate}: {error}", flush=True)
             return math.inf, 0.0
-        reached = reached_by_peer(run, accuracy=plan.accuracy)
         after = f"reached after {reached.samples:,} samples"
         outcome = after if reached.is_reached else f"not reached, best {reached.best:.2%}"
-        print(f"  the peer at {rate}: {outcome}", flush=True)
+        print(f"  {name} at {rate}: {outcome}", flush=True)
         return (reached.samples if reached.is_reached else math.inf), -reached.best
 
     return min(rates, key=cost)
+
+
+def train_peer(place: Workplace, data: str, plan: Plan, rate: Rate) -> Reached:
+    """Train the peer by torchrun with the first seed.
+
+    Raises:
+        RunError: if the run fails or times out.
+    """
+    run = place.ddp(*_peer_words(data, plan, rate, seed=0), num_workers=NUM_WORKERS)
+    return reached_by_peer(run, accuracy=plan.accuracy)
+
+
+def train_raydl(
+    place: Workplace, data: str, plan: Plan, words: Sequence[str], *, seed: int = 0
+) -> Reached:
+    """Train raydl with some options.
+
+    Raises:
+        RunError: if the run fails or times out.
+    """
+    scores = ("--evaluation.every-samples", str(plan.scored_every))
+    common = ("--data", data, *plan.words, *scores, "--workers", str(NUM_WORKERS))
+    return reached_by_raydl(
+        place.train(*common, *words, "--seed", str(seed)), accuracy=plan.accuracy
+    )
+
+
+def tuned_words(place: Workplace, data: str, plan: Plan, method: str) -> tuple[str, ...]:
+    """Return the options of a method at its best learning rate and momentum."""
+
+    def train(rate: Rate) -> Reached:
+        return train_raydl(place, data, plan, ("--method", method, *rate.words))
+
+    return ("--method", method, *best_rate(method, train, RATES).words)
 
 
 def _peer_words(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[str, ...]:
@@ -163,13 +207,10 @@ def cases_of(
     """
 
     def raydl(name: str, seeds: Callable[[], int]) -> Reached:
-        scores = ("--evaluation.every-samples", str(plan.scored_every))
-        words = (*methods[name], "--workers", str(NUM_WORKERS), "--seed", str(seeds()))
         try:
-            run = place.train("--data", data, *plan.words, *scores, *words)
+            return train_raydl(place, data, plan, methods[name], seed=seeds())
         except RunError as error:
             return _failed(name, error)
-        return reached_by_raydl(run, accuracy=plan.accuracy)
 
     def ray_train(seeds: Callable[[], int]) -> Reached:
         words = _peer_words(data, plan, rate, seed=seeds())
@@ -205,11 +246,18 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
         if name == OURS:
             continue
         target = {PEER: OVER_PEER, TIED: TIE, ALSO: None}.get(name, 1.0)
+        if name.endswith(TUNED):
+            target = None
         value = ratios([run.seconds for run in runs], ours)
         figure = f"time_to_accuracy.{name.lower().replace(' ', '-')}_over_{OURS}"
         report.add_figures(
             Figure(name=figure, value=Spread(0.0, 0.0, 0.0) if has_missed else value, target=target)
         )
+        if name.endswith(TUNED):
+            peer = ratios([run.seconds for run in cases[PEER]], [run.seconds for run in runs])
+            target = OVER_PEER if name == f"{OURS}{TUNED}" else None
+            figure = f"time_to_accuracy.ray-train_over_{name.replace(' ', '-')}"
+            report.add_figures(Figure(name=figure, value=peer, target=target))
 
 
 def _row(runs: Sequence[Reached]) -> tuple[str, ...]:
@@ -230,13 +278,18 @@ def _parser() -> argparse.ArgumentParser:
         samples={"type": int, "help": "most samples of a run; the learning rate ends at 0 there"},
         scored_every={"type": int, "help": "samples between two evaluations"},
         methods={"help": "methods of raydl besides sync-easgd, with commas; default: all"},
+        tuned={"default": "", "help": "methods to tune as the peer is, with commas"},
         also={"default": "", "help": "further settings to measure, as one argument"},
     )
 
 
 def main() -> None:
     """Measure and report."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    tuned = list(filter(None, options.tuned.split(",")))
+    if unknown := [name for name in tuned if name not in METHODS]:
+        parser.error(f"--tuned: {', '.join(unknown)}: no such method (raydl methods lists them)")
     defaults = QUICK if options.quick else FULL
     plan = Plan(
         accuracy=options.accuracy or defaults.accuracy,
@@ -251,7 +304,12 @@ def main() -> None:
     report = Report.of_command("time_to_accuracy", options)
     with workplace() as place:
         data = place.arrays(options.data)
-        rate = RATES[1] if options.quick else best_rate(place, data, plan, RATES)
+        train = partial(train_peer, place, data, plan)
+        rate = _QUICK_RATE if options.quick else best_rate(PEER, train, RATES)
+        for method in tuned:
+            name, chosen = f"{method}{TUNED}", tuned_words(place, data, plan, method)
+            methods[name] = chosen
+            report.add_text(f"{name}: {' '.join(chosen)}")
         cases = cases_of(place, data, plan, rate, methods)
         results = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
     report.add_text(

@@ -22,6 +22,7 @@ from repository import HELPERS, ROOT
 
 from raydl.data import ImageSet
 from raydl.ray_backend import session
+from raydl.run.recorder import RunRecorder
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -83,6 +84,13 @@ def no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the waits for the disk: only the tests that count these calls can notice them."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
+def no_chart_at_the_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the chart at the end of a run, a tenth of a second; some tests look at it."""
+    if request.node.get_closest_marker("charts") is None:
+        monkeypatch.setattr(RunRecorder, "_draw_time_parts", lambda self: None)
 
 
 @pytest.fixture(autouse=True)

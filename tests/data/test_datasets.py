@@ -121,10 +121,12 @@ def test_mnist_from_the_shared_folder(root):
     source = root.parent / "shared/data/mnist"
     if not source.is_dir():
         pytest.skip("needs the MNIST Parquet files beside the checkout, in ../shared/data/mnist")
-    data = load(str(source))
+    data = load(str(source), input=InputConfig(stream="always"))
     assert (data.train.num_samples, data.test.num_samples) == (60_000, 10_000)
-    assert data.train.image_shape == (1, 28, 28)
-    assert sorted(set(data.train.labels.tolist())) == list(range(10))
+    assert data.train.shape.input_shape == (1, 28, 28)
+    images, labels = data.train.fetch(np.arange(60))
+    assert (images.shape, images.dtype) == ((60, 1, 28, 28), torch.uint8)
+    assert sorted(set(labels.tolist())) == list(range(10))
 
 
 def test_normalised_pictures_have_mean_0_and_deviation_1():

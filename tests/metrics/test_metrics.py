@@ -6,6 +6,7 @@ import re
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from disks import fill
 from old_runs import grow_old
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -330,6 +331,7 @@ def texts(accumulator, name):
     ]
 
 
+@pytest.mark.charts
 def test_two_starts_in_one_folder_show_as_one_run(tmp_path):
     run = tmp_path / "run"
     train(run, "--epochs", "2")

@@ -6,7 +6,6 @@ import runpy
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import ray
@@ -157,37 +156,3 @@ def test_the_job_with_a_loop_of_its_own_learns(cluster, capsys, root):
     runpy.run_path(str(root / "jobs/own_loop.py"))["main"]()
     (percent,) = re.findall(r"^center test accuracy ([\d.]+)%$", capsys.readouterr().out, re.M)
     assert float(percent) > 95
-
-
-def in_ray_train(config):
-    context = ray.train.get_context()
-    model = make_net(context.get_world_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with raydl.attach(model, optimizer, method="sync-easgd") as elastic:
-        assert elastic.rank == context.get_world_rank()
-        for step in range(200):
-            optimizer.zero_grad()
-            loss_of(model, elastic.rank).backward()
-            elastic.step()
-            if step == 100:  # Ray Train's own group goes on beside ours
-                total = torch.ones(1)
-                torch.distributed.all_reduce(total)
-                assert total == context.get_world_size()
-        with elastic.center():
-            loss = score(model)
-        if elastic.rank == 0:
-            Path(config["folder"], "loss").write_text(str(loss))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data warns of itself
-def test_the_training_function_of_ray_train_attaches(cluster, tmp_path):
-    from ray.train.torch import TorchTrainer
-
-    trainer = TorchTrainer(
-        in_ray_train,
-        train_loop_config={"folder": str(tmp_path)},
-        scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-        run_config=ray.train.RunConfig(name="own", storage_path=str(tmp_path)),
-    )
-    trainer.fit()
-    assert float((tmp_path / "loss").read_text()) < 0.5

@@ -209,6 +209,7 @@ def test_examples_are_drawn_now_and_then_and_always_at_the_end():
     assert memory.images == [("center/predictions", 2), ("center/predictions", 6)]
 
 
+@pytest.mark.charts
 def test_the_time_parts_are_drawn_once_a_minute_and_always_at_the_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
