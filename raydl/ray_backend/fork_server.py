@@ -30,7 +30,9 @@ from typing import Any
 
 # Only small modules at the top: each worker process begins with a client.
 
-_OWN_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight")
+_OWN_PYTHON = (
+    "py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight", "rocprof_sys",
+)  # fmt: skip
 """Fields of a runtime environment that choose the Python of a worker themselves."""
 _PATIENCE_S = 30.0
 """The longest wait of a client for its fork, in seconds. Ray waits 60 s for a worker process."""
@@ -82,6 +84,8 @@ def runtime_env() -> dict[str, Any] | None:
     of_job = ray.get_runtime_context().runtime_env
     names = {name.lstrip("_") for name, value in of_job.items() if value}
     if sys.platform != "linux" or names.intersection(_OWN_PYTHON):
+        return None
+    if " " in sys.executable:  # the shell could not tell it from the raylet's other words
         return None
     return {"py_executable": f"{_INTERPRETER} -c '{_BOOTSTRAP}'"}
 

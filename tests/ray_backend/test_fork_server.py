@@ -164,6 +164,12 @@ def test_a_job_that_chooses_its_python_itself_has_no_fork_server(monkeypatch, of
     assert (fork_server.runtime_env() is not None) == is_fork
 
 
+def test_an_interpreter_whose_path_has_a_space_has_no_fork_server(monkeypatch):
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
+    monkeypatch.setattr("sys.executable", "/home/her name/bin/python")
+    assert fork_server.runtime_env() is None
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("options", [(), ("--scaling.no-fork-server",)], ids=["forks", "none"])
 def test_the_processes_of_a_run_are_forks_unless_the_user_says_no(four_cpus, tmp_path, options):
