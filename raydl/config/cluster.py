@@ -34,7 +34,8 @@ class ScalingConfig:
     """Further Ray resources that each worker reserves, by name."""
     fork_server: bool = True
     """Start workers, center and evaluator as forks of one process on each node, which has imported
-    Ray and torch (on Linux, unless the job's runtime environment chooses the Python itself)."""
+    Ray and torch; on Linux, unless the job's runtime environment chooses the Python of the workers.
+    """
     start_timeout_s: float = 600.0
     """Longest wait for MIN workers, at the start or after losses, in seconds."""
 

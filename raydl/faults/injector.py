@@ -31,7 +31,7 @@ class Announced(Enum):
     """What became of the announcement of a fault."""
 
     FIRST = "received: the fault may fire"
-    AGAIN = "received, and the fault has fired in another process"
+    AGAIN = "received, and another process has announced the same fault before"
     LOST = "not received"
 
 

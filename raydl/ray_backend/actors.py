@@ -107,7 +107,8 @@ class CenterActor(CenterEndpoint):
         self._shelf = SnapshotCache()
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
-        self._noted: set[int] = set()
+        self._noted: dict[int, str] = {}
+        """By planned fault, the worker that announced it first."""
         self._process = uuid.uuid4().hex
 
     def start_center(
@@ -201,13 +202,12 @@ class CenterActor(CenterEndpoint):
         """Record that a worker is about to inflict a fault on itself; return whether it may.
 
         A worker that takes over a lost worker's rank may find the same fault due before the driver
-        has told it that the fault has fired.
+        has told it that the fault has fired. The same worker may announce a fault again: it may not
+        have received the answer.
         """
-        is_first = number not in self._noted
-        if is_first:
-            self._noted.add(number)
+        if number not in self._noted:
             self._faults.append((number, worker_id))
-        return is_first
+        return self._noted.setdefault(number, worker_id) == worker_id
 
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on this process."""

@@ -6,8 +6,8 @@ forks share its memory.
 
 Ray starts a worker process with the command in its runtime environment, ``py_executable``. Here it
 is a client of the fork server: it starts the server of its node, if there is none, requests a fork,
-and ends. The fork takes over its arguments, folder and output, and runs Ray's worker program. If no
-server answers, the client runs that program itself, as Ray would.
+and ends. The fork takes over its arguments, folder and output, and runs Ray's worker program. If
+the server refuses or is silent, the client runs that program itself, as Ray would.
 
 A server forks only for clients with the same environment: libraries read the environment when they
 are imported. As it has the id of the job, each job has a server of its own. A server ends with its
@@ -20,12 +20,14 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import select
 import socket
 import struct
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # Only small modules at the top: each worker process begins with a client.
@@ -34,7 +36,7 @@ _OWN_PYTHON = (
     "py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight", "rocprof_sys",
 )  # fmt: skip
 """Fields of a runtime environment that choose the Python of a worker themselves."""
-_PATIENCE_S = 30.0
+_PATIENCE_S = 20.0
 """The longest wait of a client for its fork, in seconds. Ray waits 60 s for a worker process."""
 _RETRY_S = 0.01
 _REQUEST_S = 5.0
@@ -55,7 +57,10 @@ need, or uses a GPU. No module with an actor's class: Ray draws an id for it, se
 ``_draw_the_same_ids``."""
 _UCRED = struct.Struct("3i")
 _LENGTH = struct.Struct("!Q")
-_HERE, _GO = b"h", b"g"
+_HERE, _REFUSED, _GO = b"h", b"r", b"g"
+
+_SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
+"""With this setting a raylet kills all its children that it has not started itself."""
 
 _BOOTSTRAP = """\
 import os, sys
@@ -64,12 +69,14 @@ try:
     from raydl.ray_backend.fork_server import main
 except ImportError:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-main(sys.argv[1:])"""
-"""The client. On a node that has no raydl outside of the job, it starts the worker as Ray would."""
+main(sys.argv[1:], "{package}")"""
+"""The client. Where Python finds no raydl before Ray adds the driver's folders to the path, it runs
+Ray's program itself."""
 # The runtime environment names no interpreter: the one of the node's raylet may have another path.
 _INTERPRETER = (
     r"""$(python=$(tr '\0' '\n' < /proc/$PPID/cmdline """
     r"""| sed -n 's/^--python_worker_command=\([^ ]*\) .*/\1/p'); """
+    r"""[ -x "$python" ] || python={python}; """
     r"""[ -x "$python" ] && echo "$python" || command -v python3)"""
 )
 
@@ -77,17 +84,25 @@ _INTERPRETER = (
 def runtime_env() -> dict[str, Any] | None:
     """Return the runtime environment of an actor whose process is a fork; None: it cannot be one.
 
-    Ray merges it with that of the job, which may choose the Python of the workers itself.
+    Ray merges it with that of this process, which may choose the Python of the workers itself.
     """
     import ray
 
-    of_job = ray.get_runtime_context().runtime_env
-    names = {name.lstrip("_") for name, value in of_job.items() if value}
+    of_this = ray.get_runtime_context().runtime_env
+    names = {name.lstrip("_") for name, value in of_this.items() if value}
+    paths = {"python": sys.executable, "package": _package()}
     if sys.platform != "linux" or names.intersection(_OWN_PYTHON):
         return None
-    if " " in sys.executable:  # the shell could not tell it from the raylet's other words
-        return None
-    return {"py_executable": f"{_INTERPRETER} -c '{_BOOTSTRAP}'"}
+    if not all(re.fullmatch(r"[\w./+@:~-]+", path) for path in paths.values()):
+        return None  # a shell would read more into it
+    client = _BOOTSTRAP.replace("{package}", paths["package"])
+    interpreter = _INTERPRETER.replace("{python}", paths["python"])
+    return {"py_executable": f"{interpreter} -c '{client}'"}
+
+
+def _package() -> str:
+    """Return the folder of the package that this process has imported."""
+    return str(Path(__file__).parents[1])
 
 
 def warm_up() -> None:
@@ -103,34 +118,70 @@ def warm_up() -> None:
     task.options(runtime_env=environment, scheduling_strategy=here).remote()
 
 
-def main(words: Sequence[str]) -> None:
+def main(words: Sequence[str], package: str) -> None:
     """Run Ray's worker program in a fork of the node's server, or else in this process.
 
     Args:
         words: the path of the program, and its arguments.
+        package: the folder of the driver's raydl. If this node has it, a worker imports it, too.
     """
+    is_other = os.path.isdir(package) and package != _package()
+    has_options = words[0].startswith("-")  # of Python, for which a fork is too late
+    is_killed = os.environ.get(_SUBREAPER, "").lower() in ("1", "true")
+    if not (is_other or has_options or is_killed):
+        try:
+            fork = _fork_or_none(words)
+        except (OSError, EOFError, _RefusedError) as error:
+            problem = str(error) or type(error).__name__
+            print(f"raydl: no fork of the fork server: {problem}", file=sys.stderr, flush=True)
+        else:
+            if fork is not None:
+                _become(fork)
+            return
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+class _RefusedError(Exception):
+    """The server cannot fork, for the reason in the text."""
+
+
+def _fork_or_none(words: Sequence[str]) -> _Fork | None:
+    """Request a fork, and start the server if there is none.
+
+    Returns:
+        What the fork takes over, in the fork; None in the client, which has nothing left to do.
+
+    Raises:
+        OSError: no server answers in time, or it belongs to another user.
+        _RefusedError: the server cannot fork.
+    """
+    files = [number for number in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{number}")]
     raylet = os.getppid()
     address = _address(raylet)
     deadline = time.monotonic() + _PATIENCE_S
-    has_started = False
     while time.monotonic() < deadline:
         listener = _listen(address)
-        if listener is not None and has_started:
-            break  # the server could not import the libraries
         if listener is not None:
-            has_started = True
-            if os.fork() == 0:
-                _become(_Server(listener, raylet).serve())
-                return
+            if _is_grandchild():
+                return _Server(listener, raylet).serve()
             listener.close()
         try:
-            _request_fork(address, words, deadline)
-            return
+            _request_fork(address, words, files, deadline)
+            return None
         except (ConnectionError, EOFError):  # the server is just starting, or ending
             time.sleep(_RETRY_S)
-        except OSError:  # it does not answer in time, or belongs to another user
-            break
-    os.execv(sys.executable, [sys.executable, *words])
+    raise TimeoutError(f"it did not answer within {_PATIENCE_S:g} s")
+
+
+def _is_grandchild() -> bool:
+    """Fork twice, so that nobody has to wait for the second one; return whether this is it."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return False
+    if os.fork():
+        os._exit(0)
+    return True
 
 
 def _address(raylet: int) -> bytes:
@@ -153,7 +204,9 @@ def _listen(address: bytes) -> socket.socket | None:
     return listener
 
 
-def _request_fork(address: bytes, words: Sequence[str], deadline: float) -> None:
+def _request_fork(
+    address: bytes, words: Sequence[str], files: Sequence[int], deadline: float
+) -> None:
     """Have the server fork, and let the fork go on.
 
     The fork waits for the client's word: if the client has given up, it must not start a second
@@ -162,16 +215,17 @@ def _request_fork(address: bytes, words: Sequence[str], deadline: float) -> None
     Raises:
         OSError: no server answers in time.
         EOFError: the server ended.
+        _RefusedError: the server cannot fork.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(max(_RETRY_S, deadline - time.monotonic()))
         connection.connect(address)
         _check_owner(connection)
-        files = [number for number in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{number}")]
         body = json.dumps([list(words), os.getcwd(), files]).encode()
         socket.send_fds(connection, [_LENGTH.pack(len(body))], files)
         connection.sendall(body)
-        _receive(connection, len(_HERE))
+        if _receive(connection, len(_HERE)) == _REFUSED:
+            raise _RefusedError(connection.recv(1000).decode())
         connection.sendall(_GO)
 
 
@@ -204,10 +258,15 @@ class _Fork:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_REQUEST_S)
         _check_owner(connection)
-        head, self.files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
-        body = _receive(connection, *_LENGTH.unpack(head))
-        self.words, self.folder, self.numbers = json.loads(body)
         self.connection = connection
+        self.files: list[int] = []
+        head, self.files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        try:
+            body = _receive(connection, *_LENGTH.unpack(head))
+            self.words, self.folder, self.numbers = json.loads(body)
+        except (OSError, EOFError, ValueError, struct.error):
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the server's side."""
@@ -230,15 +289,14 @@ class _Server:
         self._raylet = os.pidfd_open(raylet)
         self._forks: dict[int, int] = {}
         """Process ids by the descriptor that tells their end."""
+        self._problem = ""
+        """Why this server cannot fork."""
 
     def serve(self) -> _Fork:
         """Serve; it returns in each fork, and only there."""
         os.setpgid(0, 0)  # it receives no signal that a terminal sends to the raylet's group
         _silence()
-        _import_libraries()
-        if _draw_the_same_ids():
-            os._exit(1)  # the clients run their programs themselves
-        _set_title(self._title)
+        self._prepare()
         while True:
             watched = [self._listener.fileno(), self._raylet, *self._forks]
             ready = select.select(watched, [], [], None if self._forks else _IDLE_S)[0]
@@ -252,15 +310,32 @@ class _Server:
                 if fork is not None:
                     return fork
 
+    def _prepare(self) -> None:
+        """Import the libraries, or note why this server cannot fork.
+
+        It then refuses its clients: if it ended, each of them would start another one.
+        """
+        try:
+            _import_libraries()
+            _set_title(self._title)
+            if _draw_the_same_ids():
+                self._problem = "its forks would draw the same ids from Ray's generator"
+        except Exception as error:
+            self._problem = f"{type(error).__name__}: {error}"
+
     def _accept(self) -> _Fork | None:
         """Fork for a client; return what the fork takes over, in the fork, and else None."""
         connection = self._listener.accept()[0]
         try:
             fork = _Fork(connection)
+            if self._problem:
+                connection.sendall(_REFUSED + self._problem.encode()[:1000])
+                fork.close()
+                return None
+            pid = os.fork()
         except (OSError, EOFError, ValueError, struct.error):
             connection.close()
             return None
-        pid = os.fork()
         if pid:
             fork.close()
             self._forks[os.pidfd_open(pid)] = pid

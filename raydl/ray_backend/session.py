@@ -33,8 +33,6 @@ _START_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
 _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
-_QUIET = logging.ERROR
-"""Ray's level while it connects: in a thread it warns that it sets no handler for SIGTERM."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -104,8 +102,8 @@ def begin(*, has_forks: bool) -> None:
     """Connect in a thread, as ``connect`` would, and return at once.
 
     Ray takes seconds to start one process after the other; meanwhile the caller imports modules and
-    reads data. ``connect`` waits for the connection, and raises its error. The connection, and with
-    it a local cluster, ends with this process.
+    reads data. ``connect`` waits for the connection, and raises its error. A local cluster ends
+    with this process.
 
     Args:
         has_forks: whether the run's processes will be forks: start this node's fork server, too.
@@ -119,7 +117,8 @@ def begin(*, has_forks: bool) -> None:
     if ray.is_initialized():
         return
     _beginning = Future()
-    atexit.register(_end, _beginning)  # runs before Ray's handlers, which are registered earlier
+    if not _address():  # runs before Ray's handlers, which are registered earlier
+        atexit.register(_end, _beginning)
     threading.Thread(
         target=_connect_and_stay, args=(_beginning, has_forks), name="start-of-ray", daemon=True
     ).start()
@@ -182,8 +181,8 @@ def _start_here() -> None:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                logging_level=_QUIET,
-                # Not the processes that Ray starts in advance, one per core: the actors are forks.
+                logging_level=_level(),
+                # Ray starts no process per core in advance: it could not use them for forks.
                 _system_config={"prestart_worker_first_driver": False},
             )
         except Exception as error:
@@ -196,6 +195,15 @@ def _start_here() -> None:
                 "RAY_ADDRESS=auto",
             ) from error
     atexit.register(ray.shutdown)
+
+
+def _level() -> int:
+    """Return Ray's level of logging while it connects.
+
+    In a thread it would warn that it sets no handler for SIGTERM, which ``connect`` does.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return logging.WARNING if is_main else logging.ERROR
 
 
 def _draw_ids_from_the_system() -> None:
@@ -260,7 +268,7 @@ def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:
 
 
 def _end(beginning: Future[bool]) -> None:
-    """End a connection, which may still be under way, and with it a local cluster."""
+    """End a local cluster, which may still be starting."""
     import ray
 
     wait([beginning], timeout=_START_S)
@@ -289,7 +297,7 @@ def _join(address: str) -> None:
         if tls_files(os.environ) is None:
             _check_answer(address, canonicalize_bootstrap_address(address))
         with _redacted_command():
-            ray.init(logging_level=_QUIET)
+            ray.init(logging_level=_level())
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         ray.shutdown()
         raise ClusterError(address, _refusal(error)) from error

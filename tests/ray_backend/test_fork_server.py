@@ -31,6 +31,8 @@ with open(sys.argv[1] + ".part", "w") as file:
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 NO_LIBRARIES = "f._LIBRARIES = ()"
+GRANDCHILD = "lambda real=f._is_grandchild: (open('servers', 'a').write('x'), real())[1]"
+"""Counts the servers that are started."""
 
 
 class Node:
@@ -43,12 +45,12 @@ class Node:
 
     def begin(self, name, change="pass", **environment):
         """Start a client whose fork is to run the program."""
-        code = f"import os, sys; from raydl.ray_backend import fork_server as f; {change}; "
-        code += "f.main(sys.argv[1:])"
+        code = "import os, sys; from raydl.ray_backend import fork_server as f; "
+        code += f"package = f._package(); {change}; f.main(sys.argv[1:], package)"
         with (self.folder / f"{name}.out").open("w") as out:
             return subprocess.Popen(
                 [sys.executable, "-c", code, str(self.program), name],
-                cwd=self.folder, stdout=out, env={**os.environ, **environment},
+                cwd=self.folder, stdout=out, stderr=out, env={**os.environ, **environment},
             )  # fmt: skip
 
     def start(self, name, change=NO_LIBRARIES, **environment):
@@ -105,7 +107,7 @@ def test_a_server_that_has_had_no_fork_for_a_while_ends_and_the_next_client_star
 @pytest.mark.processes
 def test_a_server_ends_with_its_raylet(node):
     client = f"import sys; from raydl.ray_backend import fork_server as f; {NO_LIBRARIES}; "
-    client += "f.main(sys.argv[1:])"
+    client += "f.main(sys.argv[1:], f._package())"
     raylet = "import sys, subprocess; subprocess.run(sys.argv[1:]); input()"
     words = [sys.executable, "-c", client, str(node.program), str(node.folder / "name")]
     with subprocess.Popen([sys.executable, "-c", raylet, *words], stdin=subprocess.PIPE) as raylet:
@@ -118,20 +120,37 @@ def test_a_server_ends_with_its_raylet(node):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        "f._LIBRARIES = ('no_module_of_this_name',)",
-        # Its forks would draw the same ids.
-        "f._LIBRARIES = ('raydl.ray_backend.actors',)",
+        ("f._LIBRARIES = ('no_module_of_this_name',)", "ModuleNotFoundError: No module named"),
+        ("f._LIBRARIES = ('raydl.ray_backend.actors',)", "its forks would draw the same ids"),
         # Its own address is in use by somebody who never answers.
-        "f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))",
-        "other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1",
+        ("f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))", "timed out"),
+        ("other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1", "this user's"),
+        ("package = '/'", ""),
+        ("sys.argv.insert(1, '-s')", ""),
+        ("os.environ[f._SUBREAPER] = 'true'", ""),
     ],
-    ids=["has no libraries", "has drawn an id", "does not answer", "belongs to another user"],
-)
-def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change):
+    ids=[
+        "has no libraries", "has drawn an id", "does not answer", "belongs to another user",
+        "imports another raydl", "cannot have Python's options", "would be killed by the raylet",
+    ],
+)  # fmt: skip
+def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change, reason):
     told = node.start("name", change)
     assert (told["process"], told["has_torch"]) == (told["client"], False)
+    said = (node.folder / "name.out").read_text()
+    assert ("raydl: no fork of the fork server: " in said) == bool(reason)
+    assert reason in said
+
+
+@pytest.mark.processes
+def test_a_server_that_refuses_stays_for_the_next_client(node):
+    change = "f._LIBRARIES = ('no_module_of_this_name',)"
+    for name in ("first", "second"):
+        told = node.start(name, f"f._is_grandchild = {GRANDCHILD}; {change}")
+        assert told["process"] == told["client"]
+    assert (node.folder / "servers").read_text() == "x"
 
 
 @pytest.mark.processes
@@ -166,6 +185,7 @@ def test_a_job_that_chooses_its_python_itself_has_no_fork_server(monkeypatch, of
 
 def test_an_interpreter_whose_path_has_a_space_has_no_fork_server(monkeypatch):
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
+    assert fork_server.runtime_env() is not None
     monkeypatch.setattr("sys.executable", "/home/her name/bin/python")
     assert fork_server.runtime_env() is None
 
