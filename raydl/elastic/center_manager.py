@@ -53,6 +53,8 @@ class CenterManager:
         self._worker_group = worker_group
         self._clock = clock
         self._publishing: Copy | None = None
+        self._unscheduled = -1
+        """The round that was last published for the next generation, not for a score."""
         self._lacking_since: float | None = None
         self.collecting_from: frozenset[str] = frozenset()
         """Workers whose kept states are being collected for a checkpoint."""
@@ -121,7 +123,7 @@ class CenterManager:
         requested as well.
         """
         if copy != self._publishing:
-            self._publishing = copy
+            self._publishing, self._unscheduled = copy, copy.round
             self._worker_group.publish(copy.worker_id)
 
     def formed(self, generation: int, round: int) -> None:
@@ -133,6 +135,8 @@ class CenterManager:
         """
         self._generation = generation
         self.published = tuple(r for r in self.published if r <= round)
+        if round < self._unscheduled:  # it will be trained again
+            self._unscheduled = -1
         self.is_new = False
         self.checkpoint_times.voted = False  # a vote ends with its generation
 
@@ -189,10 +193,18 @@ class CenterManager:
 
     # scores
 
-    def evaluate_newest(self) -> None:
-        """Have the newest snapshot scored, unless a score is under way or exists."""
+    def evaluate_newest(self, *, is_end: bool) -> None:
+        """Have the newest snapshot scored, unless a score is under way or exists.
+
+        A change of the workers makes a snapshot, too, which is scored only if it is the last one:
+        the evaluator would take CPU time from workers that have just lost some.
+
+        Args:
+            is_end: whether the training has ended.
+        """
+        is_due = is_end or self.newest != self._unscheduled
         is_idle = self._evaluating == self._evaluated
-        if is_idle and self.newest > self._evaluated:
+        if is_due and is_idle and self.newest > self._evaluated:
             self._evaluating = self.newest
             self._worker_group.evaluate(self.newest)
 

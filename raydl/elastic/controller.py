@@ -220,7 +220,7 @@ class Controller:
         for event in self._worker_group.poll(timeout_s):
             self._on_event(event)
         if self.outcome is not Outcome.STOPPED and self._failure.error is None:
-            self._center_manager.evaluate_newest()
+            self._center_manager.evaluate_newest(is_end=self.state is State.FINISHING)
         for worker_id in self._worker_pool.lose_stuck():
             self._stop_waiting_for(worker_id)
         self._worker_pool.release_draining()

@@ -40,6 +40,26 @@ def test_a_newcomer_joins_at_a_round_boundary():
     assert stage.said[-1] == "generation 2: w2 joins"
 
 
+def test_the_copy_that_a_new_generation_starts_from_is_not_scored_but_the_next_snapshot_is():
+    """The evaluator would take CPU time from the workers at each loss."""
+    stage = regrouping()
+    stage.step(*stage.end("regroup", 7, "w0", "w1"))
+    assert stage.step(Published((0, 7))) == []  # ("evaluate", 7) would be here
+    stage.step()
+    assert stage.step(Published((0, 7, 9))) == [("evaluate", 9)]
+
+
+def test_a_round_that_is_trained_again_is_scored_when_it_is_due():
+    stage = regrouping()
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 5)))
+    stage.step(Lost("center", DIED))
+    stage.step(Published((0, 5)), scored(5))
+    stage.step(Lost("w0", DIED), Lost("w1", DIED), Lost("w2", DIED))
+    stage.step(*(WorkerReady(f"w{n}") for n in range(3, 6)))
+    assert ("form", 2, ("w3", "w4", "w5"), 5) in [*stage.worker_group.told, *stage.steps(3)]
+    assert ("evaluate", 7) in stage.step(Published((0, 5, 7)))
+
+
 def test_a_newcomer_that_dies_before_the_regroup_is_over_is_forgotten():
     stage = regrouping().after(Lost("w2", DIED))
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
