@@ -114,7 +114,7 @@ def test_ray_starts_ahead_for_workers_unless_the_data_are_mistyped(
     monkeypatch, capsys, workers, data, is_begun
 ):
     begun = []
-    monkeypatch.setattr(ray_session, "begin", lambda: begun.append(True))
+    monkeypatch.setattr(ray_session, "begin", lambda has_forks: begun.append(has_forks))
     assert error_of(capsys, "train", "--workers", workers, "--data", data, "--model", "lnet")
     assert bool(begun) is is_begun
 

@@ -347,10 +347,10 @@ def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epoc
 
 @pytest.mark.parametrize("period", [1, 50, 200])
 def test_row_groups_in_memory_do_not_grow_with_the_period(period):
-    groups = Counted([20] * 240)
+    groups = Counted([20] * 400)
     most = fed(groups, block_samples=40, period=period)
     assert most <= 14  # of two groups each: the blocks of five steps, and two ahead
-    assert len(groups.reads) <= 1.1 * 2 * 240
+    assert len(groups.reads) <= 1.1 * 2 * 400
 
 
 def test_the_first_row_group_is_read_no_more_often_than_others():
