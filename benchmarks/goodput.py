@@ -383,7 +383,7 @@ def main() -> None:
     """Measure and report."""
     more = {
         "data": {"default": "../shared/data/mnist", "help": "folder of MNIST"},
-        "only": {"default": "", "help": "parts of the names of the only cases to measure"},
+        "only": {"default": "", "help": "beginnings of the names of the only cases, with commas"},
     }
     options = options_of(__doc__, **more).parse_args()
     end_cleanly()
@@ -404,8 +404,8 @@ def main() -> None:
         if not options.quick:
             for name, words_of in PEERS.items():
                 cases[name] = partial(peer_case, cluster, times, words_of(data))
-        parts = options.only.split(",")
-        cases = {name: c for name, c in cases.items() if any(part in name for part in parts)}
+        beginnings = tuple(options.only.split(","))
+        cases = {name: case for name, case in cases.items() if name.startswith(beginnings)}
         try:
             methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] == "worker"}
             alone = {m: speed_alone(cluster, data, times, m) for m in sorted(methods)}
