@@ -161,12 +161,15 @@ class ClusterRun:
         return status
 
     def until_training(self, num_workers: int) -> None:
-        """Wait until ``num_workers`` workers train."""
-        self.until(
-            lambda: (
-                self.status()["num_workers"] == num_workers and self.status()["state"] == "training"
-            )
-        )
+        """Wait until ``num_workers`` workers train, by a status that is written after this call."""
+        since = time.time()
+
+        def train() -> bool:
+            status = self.status()
+            is_new = status.get("told_at", 0.0) > since
+            return is_new and (status["num_workers"], status["state"]) == (num_workers, "training")
+
+        self.until(train)
 
     @property
     def result(self) -> dict[str, Any]:
