@@ -89,18 +89,11 @@ def counts_of(folder):
     return checkpoint.center["counts"].round().long(), checkpoint.progress.num_samples
 
 
-@pytest.fixture(scope="module")
-def own_cluster():
-    with nodes(0) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def cluster(own_cluster):
+def cluster():
     """A head, and three nodes for a worker each."""
-    while len(own_cluster.worker_nodes) < 3:
-        own_cluster.add_node(num_cpus=1)
-    return own_cluster
+    with nodes(0, 1, 1, 1) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
