@@ -131,7 +131,7 @@ def main(words: Sequence[str], package: str) -> None:
     if not (is_other or has_options or is_killed):
         try:
             fork = _fork_or_none(words)
-        except (OSError, EOFError, _RefusedError) as error:
+        except (OSError, _RefusedError) as error:
             problem = str(error) or type(error).__name__
             print(f"raydl: no fork of the fork server: {problem}", file=sys.stderr, flush=True)
         else:

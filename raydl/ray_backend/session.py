@@ -124,11 +124,14 @@ def begin(*, has_forks: bool) -> None:
     ).start()
 
 
-def connect() -> bool:
+def connect(*, has_forks: bool = True) -> bool:
     """Connect to Ray; return whether a local cluster was started for this process.
 
     An existing connection is kept. Otherwise ``RAY_ADDRESS``, which ``ray job submit`` sets, names
     the cluster. Without it a local cluster starts, which ends with this process.
+
+    Args:
+        has_forks: whether the run's processes will be forks, if ``begin`` was not called.
 
     Raises:
         ClusterError: if no cluster answers, it rejects the token, or has another version.
@@ -145,13 +148,13 @@ def connect() -> bool:
         return is_local
     if ray.is_initialized():
         return False
-    return _connect()
+    return _connect(has_forks=has_forks)
 
 
-def _connect() -> bool:
+def _connect(*, has_forks: bool) -> bool:
     is_local = not _address()
     if is_local:
-        _start_here()
+        _start_here(has_forks=has_forks)
     else:
         _join(_address())
     logging.getLogger("ray").setLevel(logging.WARNING)
@@ -171,7 +174,7 @@ def _check_certificates() -> None:
         check_tls(files)
 
 
-def _start_here() -> None:
+def _start_here(*, has_forks: bool) -> None:
     import ray
 
     _check_certificates()
@@ -182,8 +185,11 @@ def _start_here() -> None:
                 address="local",
                 include_dashboard=False,
                 logging_level=_level(),
-                # Ray starts no process per core in advance: it could not use them for forks.
-                _system_config={"prestart_worker_first_driver": False},
+                # Ray starts a process per core in advance. Forks cannot use them; other actors
+                # do, and find torch imported.
+                _system_config={"prestart_worker_first_driver": False}
+                if has_forks and sys.platform == "linux"
+                else {"preload_python_modules": ["raydl.core.torch_import"]},
             )
         except Exception as error:
             if "timed out during startup" not in str(error):
@@ -258,7 +264,7 @@ def _on_the_loopback() -> Iterator[None]:
 def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:
     """Connect, then wait forever: Linux kills the processes of a local cluster with this thread."""
     try:
-        is_local = _connect()
+        is_local = _connect(has_forks=has_forks)
         if has_forks:
             fork_server.warm_up()
         beginning.set_result(is_local)

@@ -215,6 +215,13 @@ def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("has_forks", [True, False])
+def test_only_without_forks_the_processes_that_ray_starts_in_advance_import_torch(init, has_forks):
+    init.may_end.set()
+    ray_session.connect(has_forks=has_forks)
+    assert ("preload_python_modules" in init.calls[0]["_system_config"]) is not has_forks
+
+
 def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
     init.problem = OSError("no space left")
     init.may_end.set()

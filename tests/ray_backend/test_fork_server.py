@@ -35,6 +35,12 @@ GRANDCHILD = "lambda real=f._is_grandchild: (open('servers', 'a').write('x'), re
 """Counts the servers that are started."""
 
 
+def client(change):
+    """Return the code of a client that is changed before it begins."""
+    imports = "import os, sys; from raydl.ray_backend import fork_server as f"
+    return f"{imports}; package = f._package(); {change}; f.main(sys.argv[1:], package)"
+
+
 class Node:
     """Starts worker programs, as a raylet does."""
 
@@ -45,20 +51,18 @@ class Node:
 
     def begin(self, name, change="pass", **environment):
         """Start a client whose fork is to run the program."""
-        code = "import os, sys; from raydl.ray_backend import fork_server as f; "
-        code += f"package = f._package(); {change}; f.main(sys.argv[1:], package)"
         with (self.folder / f"{name}.out").open("w") as out:
             return subprocess.Popen(
-                [sys.executable, "-c", code, str(self.program), name],
+                [sys.executable, "-c", client(change), str(self.program), name],
                 cwd=self.folder, stdout=out, stderr=out, env={**os.environ, **environment},
             )  # fmt: skip
 
     def start(self, name, change=NO_LIBRARIES, **environment):
         """Start a client, wait for its end, and return what the program told."""
-        client = self.begin(name, change, **environment)
-        assert client.wait(timeout=BOUND_S) == 0
+        started = self.begin(name, change, **environment)
+        assert started.wait(timeout=BOUND_S) == 0
         self.until((self.folder / name).exists)
-        return json.loads((self.folder / name).read_text()) | {"client": client.pid}
+        return json.loads((self.folder / name).read_text()) | {"client": started.pid}
 
     def until(self, condition):
         deadline = time.monotonic() + BOUND_S
@@ -106,10 +110,14 @@ def test_a_server_that_has_had_no_fork_for_a_while_ends_and_the_next_client_star
 
 @pytest.mark.processes
 def test_a_server_ends_with_its_raylet(node):
-    client = f"import sys; from raydl.ray_backend import fork_server as f; {NO_LIBRARIES}; "
-    client += "f.main(sys.argv[1:], f._package())"
     raylet = "import sys, subprocess; subprocess.run(sys.argv[1:]); input()"
-    words = [sys.executable, "-c", client, str(node.program), str(node.folder / "name")]
+    words = [
+        sys.executable,
+        "-c",
+        client(NO_LIBRARIES),
+        str(node.program),
+        str(node.folder / "name"),
+    ]
     with subprocess.Popen([sys.executable, "-c", raylet, *words], stdin=subprocess.PIPE) as raylet:
         node.until((node.folder / "name").exists)
         server = json.loads((node.folder / "name").read_text())["server"]
@@ -159,8 +167,8 @@ def test_a_fork_whose_client_has_given_up_runs_nothing(node):
         f"{NO_LIBRARIES}; f._HERE = b'hello'; receive = f._receive; "
         "f._receive = lambda c, size: os._exit(0) if size == 5 else receive(c, size)"
     )
-    client = node.begin("given up", gives_up)
-    assert client.wait(timeout=BOUND_S) == 0
+    started = node.begin("given up", gives_up)
+    assert started.wait(timeout=BOUND_S) == 0
     server = node.start("next")["server"]
     node.until(lambda: len(descendants_of(server)) == 1)
     assert not (node.folder / "given up").exists()

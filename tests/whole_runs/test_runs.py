@@ -198,7 +198,7 @@ def test_a_run_interrupted_then_killed_with_9_and_resumed_each_time_ends_with_th
 def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(
     cluster, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(session, "connect", lambda: True)  # to a cluster of the run's own
+    monkeypatch.setattr(session, "connect", lambda **_: True)  # to a cluster of the run's own
     assert cli.main(["train", "--workers", "500", "--run-dir", str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
     assert "error: scaling.num_workers requests 500 workers" in told
