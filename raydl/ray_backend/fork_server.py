@@ -163,14 +163,27 @@ def _fork_or_none(words: Sequence[str]) -> _Fork | None:
         listener = _listen(address)
         if listener is not None:
             if _is_grandchild():
-                return _Server(listener, raylet).serve()
+                return _serve(listener, raylet)
             listener.close()
         try:
             _request_fork(address, words, files, deadline)
             return None
-        except (ConnectionError, EOFError):  # the server is just starting, or ending
-            time.sleep(_RETRY_S)
+        except (ConnectionError, EOFError) as error:
+            if listener is not None:  # the next one would end, too
+                raise _RefusedError("it ended at once") from error
+            time.sleep(_RETRY_S)  # another client's server is just starting, or ending
     raise TimeoutError(f"it did not answer within {_PATIENCE_S:g} s")
+
+
+def _serve(listener: socket.socket, raylet: int) -> _Fork:
+    """Be the server; return in each fork, and only there.
+
+    Whatever happens, no server goes on as a client, which would run the worker program as well.
+    """
+    try:
+        return _Server(listener, raylet).serve()
+    except BaseException:  # above all, the raylet has ended
+        os._exit(1)
 
 
 def _is_grandchild() -> bool:

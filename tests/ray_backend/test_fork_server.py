@@ -162,6 +162,16 @@ def test_a_server_that_refuses_stays_for_the_next_client(node):
 
 
 @pytest.mark.processes
+def test_a_server_whose_raylet_has_ended_is_the_only_one_and_its_client_runs_the_program(node):
+    ended = "os.pidfd_open = lambda raylet: open('/no process')"
+    told = node.start("name", f"f._is_grandchild = {GRANDCHILD}; {ended}")
+    assert told["process"] == told["client"]
+    assert (node.folder / "servers").read_text() == "x"
+    said = (node.folder / "name.out").read_text()
+    assert said == "raydl: no fork of the fork server: it ended at once\noutput of name\n"
+
+
+@pytest.mark.processes
 def test_a_fork_whose_client_has_given_up_runs_nothing(node):
     gives_up = (
         f"{NO_LIBRARIES}; f._HERE = b'hello'; receive = f._receive; "
