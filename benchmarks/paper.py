@@ -1,0 +1,335 @@
+"""Repeats the experiments of SC17 and Tianhe-3 as far as one small machine carries them.
+
+Command:   python -m benchmarks.paper          (--quick: three tables, short; --only NAME,NAME)
+
+- ``layers`` (SC17: packed layout): samples/s of sync-easgd with one message per exchange, over
+  those with a message per tensor; LeNet has 8 tensors, ResNet-20 has 65.
+- ``partition`` (SC17: divide and conquer inside a chip): samples/s of one machine divided into 1,
+  2, 4 and 8 workers, which form one group with synchronous SGD (``--group-size``) and share the
+  cores and a batch of 256 samples; so all train the same weights, up to rounding.
+- ``batch`` (SC17: influence of the batch size): samples and seconds to 98.5% on MNIST by batch per
+  worker, once with one learning rate and once in proportion to the batch.
+- ``time`` (SC17: eight time parts): share of each part in a worker's time, for all methods.
+- ``weak`` (SC17: weak scaling): efficiency of GoogLeNet and VGG-19 on 64 nodes of 68 cores, as
+  ``raydl plan`` predicts it from a step that is measured on one core here: once with 8 samples in a
+  step of each core, once with 8 in a step of each node, which then computes 68 times as fast as the
+  core; the second is a lower bound. Beside it the efficiencies of SC17.
+- ``networks`` (Tianhe-3): samples/s of LeNet, AlexNet, ResNet-20 and VGG-11 with sync-sgd at period
+  1 and each all-reduce, over those with the library's: four workers on one node, and four hosts on
+  links of 250 Mbit/s (``hosts.py``). Of ``auto``, the adaptive choice, the target is 1.
+
+Compare the shapes of the tables with the papers, not their figures: those had 16 to 4,352 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.efficiency import total_speed
+from benchmarks.hosts import why_not
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.programs import ROOT, RunError, data_at
+from benchmarks.runs import Trained, Workplace, workplace
+from benchmarks.runs_on_hosts import Cluster, cluster, cut_set
+from raydl.config.cluster import ALLREDUCES
+from raydl.core.methods import METHODS
+
+_NO_SCORES = ("--evaluation.every-epochs", "100000")
+_SKIPPED_S = 2.0
+"""Seconds at the start of a run that are not measured."""
+_STEP_S = 600.0
+"""Time-out for a measured step, in seconds."""
+CORES_OF_NODE, NODES = 68, 64
+"""SC17's machine: Knights Landing chips, 4,352 cores in all."""
+PUBLISHED = {
+    "googlenet": "91.5% on 4,253 cores; Intel Caffe 87% on 2,176 (from memory)",
+    "vgg19": "80.2% on 4,352 cores; Intel Caffe 62% on 2,176 (from memory)",
+}
+MBIT = 250.0
+NUM_HOSTS = 4
+
+
+@dataclass
+class Place:
+    """Where the experiments run, with their data and lengths."""
+
+    work: Workplace
+    mnist: str
+    cifar: str
+    """Folders of Parquet."""
+    seconds: float
+    """Training time of a run whose speed is measured."""
+    repeats: int
+    is_quick: bool
+
+    def data_for(self, model: str) -> str:
+        """Return the data of a model: MNIST for LeNet, else CIFAR-10."""
+        return self.mnist if model == "lenet" else self.cifar
+
+    def speed(self, model: str, *words: str) -> float:
+        """Return the samples per second of all workers of a run."""
+        run = self.train(model, "--seconds", str(self.seconds), *_NO_SCORES, *words)
+        return total_speed([run.points], skipped=_SKIPPED_S)
+
+    def train(self, model: str, *words: str) -> Trained:
+        """Run ``raydl train`` on this machine."""
+        return self.work.train("--model", model, "--data", self.data_for(model), *words)
+
+
+def add_speeds(
+    report: Report, experiment: str, speeds: Mapping[str, Sequence[float]], over: str
+) -> None:
+    """Add samples per second and their ratio to one case, by case."""
+    rows = [
+        (name, Spread.of(values).text(",.0f"), ratios(values, speeds[over]).text(".2f"))
+        for name, values in speeds.items()
+    ]
+    report.add_table((experiment, "samples/s", f"over {over}"), rows)
+
+
+# SC17
+
+
+def measure_layers(place: Place, report: Report) -> None:
+    """Compare one message per exchange with a message per tensor."""
+    words = ("--method", "sync-easgd", "--period", "1", "--workers", "2")
+    for model in ("lenet",) if place.is_quick else ("lenet", "resnet20"):
+        cases = {
+            "per tensor": partial(place.speed, model, *words, "--exchange.no-packed"),
+            "packed": partial(place.speed, model, *words),
+        }
+        speeds = interleaved(cases, repeats=place.repeats)
+        add_speeds(report, f"messages, {model}", speeds, "per tensor")
+        value = ratios(speeds["packed"], speeds["per tensor"])
+        report.add_figures(Figure(name=f"paper.layers.{model}.packed", value=value, target=1.0))
+
+
+def measure_partition(place: Place, report: Report) -> None:
+    """Divide the cores of this machine among 1, 2, 4 and 8 workers of one group."""
+    num_cores, batch = os.cpu_count() or 1, 256
+
+    def speed(parts: int) -> float:
+        return place.speed(
+            "alexnet-cifar", "--method", "sync-easgd", "--workers", str(parts),
+            "--group-size", str(parts), "--batch-size", str(batch // parts),
+            "--cpus-per-worker", f"{num_cores / parts:g}",
+        )  # fmt: skip
+
+    parts = (1, 2, 4, 8)
+    names = {number: f"{number} of {max(1, num_cores // number)} threads" for number in parts}
+    cases = {names[number]: partial(speed, number) for number in parts}
+    speeds = interleaved(cases, repeats=place.repeats)
+    add_speeds(report, "parts of the machine", speeds, names[1])
+    for number in parts[1:]:
+        value = ratios(speeds[names[number]], speeds[names[1]])
+        report.add_figures(Figure(name=f"paper.partition.{number}-parts", value=value))
+
+
+def measure_batch(place: Place, report: Report) -> None:
+    """Vary the batch of a worker."""
+    lr, base, goal = METHODS["sync-easgd"].lr, 64, 0.985
+    sizes = (64, 256) if place.is_quick else (16, 32, 64, 128, 256, 512)
+
+    def train(size: int, rate: float) -> Mapping[str, Any]:
+        run = place.train(
+            "lenet", "--workers", "2", "--batch-size", str(size), "--lr", f"{rate:g}",
+            "--samples", "300000", "--evaluation.every-samples", "15000",
+            "--stop-at-accuracy", str(goal),
+        )  # fmt: skip
+        scores = run.result["evaluations"]
+        reached = next((score for score in scores if score["accuracy"] >= goal), None)
+        seconds, samples = run.result["seconds"], run.result["samples"]
+        return {"reached": reached, "speed": samples / seconds}
+
+    rows = []
+    for size in sizes:
+        cells = [str(size)]
+        for rate in (lr, lr * size / base):
+            outcome = train(size, rate)
+            reached = outcome["reached"]
+            end = f"{reached['samples']:,}, {reached['seconds']:.1f} s" if reached else "never"
+            cells += [f"{outcome['speed']:,.0f}", end]
+            print(f"  batch {size} at {rate:g}: {end}", flush=True)
+        rows.append(cells)
+    report.add_text(
+        f"Learning rate {lr:g}, and {lr:g} times the batch over {base}; of at most 300,000 samples"
+    )
+    columns = ("samples/s", f"to {goal:.1%}")
+    report.add_table(
+        ("batch", *columns, *(f"{name}, rate in proportion" for name in columns)), rows
+    )
+
+
+def measure_time(place: Place, report: Report) -> None:
+    """List the eight time parts of all methods."""
+    methods = ("sync-easgd", "async-easgd") if place.is_quick else tuple(METHODS)
+    length = ("--workers", "2", "--seconds", str(place.seconds), *_NO_SCORES)
+    rows, seconds = [], dict[str, float]()
+    for method in methods:
+        seconds = dict(place.train("lenet", "--method", method, *length).result["time_parts"])
+        first_s = seconds.pop("initialization")
+        total_s = sum(seconds.values())
+        rows.append((method, f"{first_s:.1f} s", *(f"{s / total_s:.1%}" for s in seconds.values())))
+        print(f"  {method}", flush=True)
+    report.add_text("A worker's time by part, as shares of the time after initialization.")
+    report.add_table(("method", "initialization", *seconds), rows)
+
+
+def measure_weak(place: Place, report: Report) -> None:
+    """Predict the weak scaling of SC17's networks on SC17's machine."""
+    rows = []
+    for model in PUBLISHED:
+        here = _plan(
+            "--model", model, "--data-shape", "3x224x224", "--classes", "1000",
+            "--batch-size", "8", "--workers", "1",
+        )  # fmt: skip
+        # A node's step has the same samples per core, so it takes as long as the core's.
+        step_s = here["workload"]["step_s"]
+        size = str(here["workload"]["parameters"])
+        for divisor, batch in ((1, "8 for each core"), (CORES_OF_NODE, "8 for each node")):
+            predicted = _plan(
+                "--parameters", size, "--step-s", str(step_s / divisor), "--network", "fdr",
+                "--method", "sync-sgd,sync-easgd", "--period", "1", "--workers", f"1:{NODES}",
+            )  # fmt: skip
+            ends = [cost["predictions"][-1]["efficiency"] for cost in predicted["methods"]]
+            rows.append(
+                (model, batch, f"{step_s / divisor:.2f} s", *(f"{end:.1%}" for end in ends),
+                 PUBLISHED[model])
+            )  # fmt: skip
+            if divisor > 1:
+                value = Spread.of([ends[-1]])
+                report.add_figures(
+                    Figure(name=f"paper.weak.{model}.predicted", value=value, target=0.915)
+                )
+    report.add_text(
+        f"Predicted efficiency on {NODES} nodes of {CORES_OF_NODE} cores, FDR InfiniBand, period 1"
+    )
+    report.add_table(
+        ("network", "samples in a step", "step", "sync-sgd", "sync-easgd", "SC17"), rows
+    )
+
+
+def _plan(*words: str) -> Any:
+    """Return the predictions of ``raydl plan``."""
+    command = [sys.executable, "-m", "raydl", "plan", *words, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_STEP_S,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RunError(f"raydl plan: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+# Tianhe-3
+
+_BATCHES = {"lenet": 64, "alexnet-cifar": 64, "resnet20": 32, "vgg11-cifar": 16}
+"""Samples in a worker's step, by network."""
+
+
+def _words_of(model: str, allreduce: str) -> tuple[str, ...]:
+    return (
+        "--method", "sync-sgd", "--period", "1", "--workers", str(NUM_HOSTS),
+        "--batch-size", str(_BATCHES[model]), "--allreduce", allreduce,
+    )  # fmt: skip
+
+
+def measure_networks(place: Place, report: Report) -> None:
+    """Compare the all-reduces on four networks, on one node and on several."""
+
+    def on_one_node(model: str, allreduce: str) -> float:
+        return place.speed(model, *_words_of(model, allreduce), "--cpus-per-worker", "0.5")
+
+    _compare_allreduces(place, report, "one node", on_one_node)
+    if reason := why_not():
+        report.add_text(f"Not measured on several hosts: {reason}")
+        return
+    with cluster(NUM_HOSTS) as hosts:
+        hosts.limit(MBIT)
+        data = {
+            name: cut_set(place.data_for(name), hosts.folder / name, num_train=2560, num_test=100)
+            for name in _BATCHES
+        }
+        _compare_allreduces(
+            place, report, f"{NUM_HOSTS} hosts", partial(_speed_on_hosts, hosts, data, place)
+        )
+
+
+def _speed_on_hosts(
+    hosts: Cluster, data: Mapping[str, str], place: Place, model: str, allreduce: str
+) -> float:
+    result = hosts.train(
+        "--model", model, "--data", data[model], "--seconds", str(place.seconds),
+        *_words_of(model, allreduce),
+    )  # fmt: skip
+    return float(result["steady_samples_per_s"])
+
+
+def _compare_allreduces(
+    place: Place, report: Report, site: str, speed: Callable[[str, str], float]
+) -> None:
+    for model in _BATCHES:
+        cases = {name: partial(speed, model, name) for name in ALLREDUCES}
+        speeds = interleaved(cases, repeats=place.repeats)
+        add_speeds(report, f"{model}, {site}", speeds, "library")
+        value = ratios(speeds["auto"], speeds["library"])
+        name = f"paper.networks.{site.replace(' ', '-')}.{model}.auto"
+        report.add_figures(Figure(name=name, value=value, target=1.0))
+
+
+EXPERIMENTS: dict[str, Callable[[Place, Report], None]] = {
+    "layers": measure_layers,
+    "partition": measure_partition,
+    "batch": measure_batch,
+    "time": measure_time,
+    "weak": measure_weak,
+    "networks": measure_networks,
+}
+QUICK = ("layers", "time")
+
+
+def _parser() -> argparse.ArgumentParser:
+    data = "../shared/data"
+    return options_of(
+        __doc__,
+        only={"help": f"experiments with commas: {', '.join(EXPERIMENTS)}; default: all"},
+        data={"default": f"{data}/mnist", "help": "MNIST as a folder of Parquet"},
+        cifar={"default": f"{data}/cifar10", "help": "CIFAR-10 as a folder of Parquet"},
+        seconds={"type": float, "help": "seconds of training of each run"},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    default = QUICK if options.quick else tuple(EXPERIMENTS)
+    chosen = options.only.split(",") if options.only else default
+    if unknown := [name for name in chosen if name not in EXPERIMENTS]:
+        parser.error(f"--only: {', '.join(unknown)}: no such experiment")
+    report = Report.of_command("paper", options)
+    with workplace() as work:
+        place = Place(
+            work,
+            data_at(options.data),
+            data_at(options.cifar),
+            seconds=options.seconds or (5.0 if options.quick else 12.0),
+            repeats=options.repeats or (1 if options.quick else 3),
+            is_quick=options.quick,
+        )
+        for name in chosen:
+            EXPERIMENTS[name](place, report)
+    report.close(options.out)
+
+
+if __name__ == "__main__":
+    main()
