@@ -49,7 +49,7 @@ _FORMS = {
 }
 _KILLS = (
     {"fault": "kill", "target": "rank 0", "at": "round 10"},
-    {"fault": "kill", "target": "w1", "at": "round 25"},
+    {"fault": "kill", "target": "w1", "at": "round 16"},
 )
 
 
