@@ -16,6 +16,7 @@ raylet, or when it has had no fork for a while.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -39,8 +40,10 @@ _OWN_PYTHON = (
 _PATIENCE_S = 20.0
 """The longest wait of a client for its fork, in seconds. Ray waits 60 s for a worker process."""
 _RETRY_S = 0.01
-_REQUEST_S = 5.0
-"""The longest wait of the server for a client's request, in seconds."""
+_REQUEST_S = 2.0
+"""The longest wait of the server for each part of a client's request, in seconds."""
+_MAX_BYTES = 1_000_000
+"""Length of a request that no client needs."""
 _IDLE_S = 20.0
 """How long a server without forks remains, in seconds."""
 _LIBRARIES = (
@@ -153,13 +156,15 @@ def _fork_or_none(words: Sequence[str]) -> _Fork | None:
 
     Raises:
         OSError: no server answers in time, or it belongs to another user.
-        _RefusedError: the server cannot fork.
+        _RefusedError: the server cannot fork, or has ended.
     """
     files = [number for number in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{number}")]
     raylet = os.getppid()
     address = _address(raylet)
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
+        if os.getppid() != raylet:
+            return None  # the raylet has ended: nobody needs this worker process
         listener = _listen(address)
         if listener is not None:
             if _is_grandchild():
@@ -169,9 +174,12 @@ def _fork_or_none(words: Sequence[str]) -> _Fork | None:
             _request_fork(address, words, files, deadline)
             return None
         except (ConnectionError, EOFError) as error:
-            if listener is not None:  # the next one would end, too
-                raise _RefusedError("it ended at once") from error
-            time.sleep(_RETRY_S)  # another client's server is just starting, or ending
+            # A server that ends while clients wait for it would do so again for each of them.
+            if listener is not None or not isinstance(error, ConnectionRefusedError):
+                raise _RefusedError("it ended") from error
+        except BlockingIOError:
+            pass  # too many clients are waiting to connect
+        time.sleep(_RETRY_S)  # another client's server does not listen yet
     raise TimeoutError(f"it did not answer within {_PATIENCE_S:g} s")
 
 
@@ -187,12 +195,22 @@ def _serve(listener: socket.socket, raylet: int) -> _Fork:
 
 
 def _is_grandchild() -> bool:
-    """Fork twice, so that nobody has to wait for the second one; return whether this is it."""
+    """Fork twice, so that nobody has to wait for the second one; return whether this is it.
+
+    Raises:
+        OSError: this machine permits no further process.
+    """
     pid = os.fork()
     if pid:
-        os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            raise BlockingIOError("no further process can be started")
         return False
-    if os.fork():
+    try:
+        has_child = bool(os.fork())
+    except BaseException:  # the process between must not go on as the client
+        os._exit(1)
+    if has_child:
         os._exit(0)
     return True
 
@@ -213,7 +231,7 @@ def _listen(address: bytes) -> socket.socket | None:
     except OSError:
         listener.close()
         return None
-    listener.listen(128)
+    listener.listen(1024)
     return listener
 
 
@@ -275,11 +293,23 @@ class _Fork:
         self.files: list[int] = []
         head, self.files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
         try:
-            body = _receive(connection, *_LENGTH.unpack(head))
-            self.words, self.folder, self.numbers = json.loads(body)
-        except (OSError, EOFError, ValueError, struct.error):
+            for file in self.files:
+                os.set_inheritable(file, False)
+            (size,) = _LENGTH.unpack(head)
+            self.words, self.folder, self.numbers = json.loads(
+                _receive(connection, min(size, _MAX_BYTES))
+            )
+            if len(self.files) != len(self.numbers):
+                raise ValueError("some files were not received")
+        except BaseException:
             self.close()
             raise
+
+    def refuse(self, problem: str) -> None:
+        """Tell the client that it gets no fork."""
+        with contextlib.suppress(OSError):  # it has given up
+            self.connection.sendall(_REFUSED + problem.encode()[:1000])
+        self.close()
 
     def close(self) -> None:
         """Close the server's side."""
@@ -299,6 +329,7 @@ class _Server:
     def __init__(self, listener: socket.socket, raylet: int) -> None:
         self._listener = listener
         self._title = f"raydl fork server of raylet {raylet}"
+        self._raylet_id = raylet
         self._raylet = os.pidfd_open(raylet)
         self._forks: dict[int, int] = {}
         """Process ids by the descriptor that tells their end."""
@@ -309,13 +340,13 @@ class _Server:
         """Serve; it returns in each fork, and only there."""
         os.setpgid(0, 0)  # it receives no signal that a terminal sends to the raylet's group
         _silence()
+        self._close_others()
         self._prepare()
         while True:
-            watched = [self._listener.fileno(), self._raylet, *self._forks]
-            ready = select.select(watched, [], [], None if self._forks else _IDLE_S)[0]
+            ready = self._ready(None if self._forks else _IDLE_S)
             if not ready or self._raylet in ready:
                 os._exit(0)
-            for ended in self._forks.keys() & set(ready):
+            for ended in self._forks.keys() & ready:
                 os.waitpid(self._forks.pop(ended), 0)
                 os.close(ended)
             if self._listener.fileno() in ready:
@@ -323,11 +354,32 @@ class _Server:
                 if fork is not None:
                     return fork
 
+    def _ready(self, bound_s: float | None) -> set[int]:
+        """Return the descriptors on which something happened; wait for it, None: without a bound.
+
+        No bound is needed while there is a fork: its end, or that of the raylet, ends the wait.
+        """
+        poll = select.poll()  # select() fails from descriptor 1,024 on
+        for descriptor in (self._listener.fileno(), self._raylet, *self._forks):
+            poll.register(descriptor, select.POLLIN)
+        events = poll.poll(None if bound_s is None else 1000 * bound_s)
+        return {descriptor for descriptor, _ in events}
+
+    def _close_others(self) -> None:
+        """Close what the raylet has opened for the first client, as a pipe that tells its end."""
+        kept = (0, 1, 2, self._listener.fileno(), self._raylet)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in kept:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(int(name))
+
     def _prepare(self) -> None:
         """Import the libraries, or note why this server cannot fork.
 
         It then refuses its clients: if it ended, each of them would start another one.
         """
+        if self._raylet in self._ready(0.0):
+            os._exit(0)
         try:
             _import_libraries()
             _set_title(self._title)
@@ -335,19 +387,24 @@ class _Server:
                 self._problem = "its forks would draw the same ids from Ray's generator"
         except Exception as error:
             self._problem = f"{type(error).__name__}: {error}"
+        if os.getppid() == self._raylet_id:
+            self._problem = "the raylet would end it, as it ends all children that it does not know"
 
     def _accept(self) -> _Fork | None:
         """Fork for a client; return what the fork takes over, in the fork, and else None."""
         connection = self._listener.accept()[0]
         try:
             fork = _Fork(connection)
-            if self._problem:
-                connection.sendall(_REFUSED + self._problem.encode()[:1000])
-                fork.close()
-                return None
-            pid = os.fork()
-        except (OSError, EOFError, ValueError, struct.error):
+        except Exception:  # the client has given up, or is none
             connection.close()
+            return None
+        problem = self._problem
+        try:
+            pid = -1 if problem else os.fork()
+        except OSError as error:  # too many processes, or too little memory
+            pid, problem = -1, str(error)
+        if problem:
+            fork.refuse(problem)
             return None
         if pid:
             fork.close()
@@ -370,8 +427,14 @@ def _silence() -> None:
 def _import_libraries() -> None:
     import gc
 
+    # Libraries read it when they are imported. Ray sets it in a worker: too late for a fork.
+    has_default = "OMP_NUM_THREADS" not in os.environ
+    if has_default:
+        os.environ["OMP_NUM_THREADS"] = "1"
     for name in _LIBRARIES:
         importlib.import_module(name)
+    if has_default:
+        del os.environ["OMP_NUM_THREADS"]
     gc.freeze()  # a collection would write to the pages that all forks share
 
 
@@ -388,12 +451,16 @@ def _draw_the_same_ids() -> bool:
         reader, writer = os.pipe()
         pid = os.fork()
         if not pid:
-            os.write(writer, WorkerID.from_random().binary())
-            os._exit(0)
+            try:
+                os.write(writer, WorkerID.from_random().binary())
+            finally:
+                os._exit(0)
         os.waitpid(pid, 0)
         os.close(writer)
         ids.append(os.read(reader, 64))
         os.close(reader)
+    if not all(ids):
+        raise RuntimeError("a trial fork drew no id")
     return ids[0] == ids[1]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -31,6 +32,11 @@ with open(sys.argv[1] + ".part", "w") as file:
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 NO_LIBRARIES = "f._Server._prepare = lambda server: None"
+NO_PROCESS = (
+    "fork, count = os.fork, []; "
+    "os.fork = lambda: count.append(1) or (fork() if len(count) < {} else open('/no process'))"
+)
+"""Makes the fork of a number fail: the second one starts the server, the third one is its first."""
 GRANDCHILD = "lambda real=f._is_grandchild: (open('servers', 'a').write('x'), real())[1]"
 """Counts the servers that are started."""
 
@@ -49,12 +55,13 @@ class Node:
         self.program = folder / "program.py"
         self.program.write_text(PROGRAM)
 
-    def begin(self, name, change="pass", **environment):
-        """Start a client whose fork is to run the program."""
+    def begin(self, name, change="pass", *, files=(), **environment):
+        """Start a client whose fork is to run the program, with further open files."""
         with (self.folder / f"{name}.out").open("w") as out:
             return subprocess.Popen(
                 [sys.executable, "-c", client(change), str(self.program), name],
                 cwd=self.folder, stdout=out, stderr=out, env={**os.environ, **environment},
+                pass_fds=files,
             )  # fmt: skip
 
     def start(self, name, change=NO_LIBRARIES, **environment):
@@ -135,13 +142,16 @@ def test_a_server_ends_with_its_raylet(node):
         # Its own address is in use by somebody who never answers.
         ("f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))", "timed out"),
         ("other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1", "this user's"),
+        (NO_PROCESS.format(2), "no further process can be started"),
+        (f"{NO_LIBRARIES}; {NO_PROCESS.format(3)}", "/no process"),
         ("package = '/'", ""),
         ("sys.argv.insert(1, '-s')", ""),
         ("os.environ[f._SUBREAPER] = 'true'", ""),
     ],
     ids=[
         "has no libraries", "has drawn an id", "does not answer", "belongs to another user",
-        "imports another raydl", "cannot have Python's options", "would be killed by the raylet",
+        "cannot start", "cannot fork", "imports another raydl", "cannot have Python's options",
+        "would be killed by the raylet",
     ],
 )  # fmt: skip
 def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change, reason):
@@ -150,6 +160,8 @@ def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change
     said = (node.folder / "name.out").read_text()
     assert ("raydl: no fork of the fork server: " in said) == bool(reason)
     assert reason in said
+    node.until(lambda: "output of name" in (node.folder / "name.out").read_text())
+    assert (node.folder / "name.out").read_text().count("output of name") == 1
 
 
 @pytest.mark.processes
@@ -168,7 +180,30 @@ def test_a_server_whose_raylet_has_ended_is_the_only_one_and_its_client_runs_the
     assert told["process"] == told["client"]
     assert (node.folder / "servers").read_text() == "x"
     said = (node.folder / "name.out").read_text()
-    assert said == "raydl: no fork of the fork server: it ended at once\noutput of name\n"
+    assert said == "raydl: no fork of the fork server: it ended\noutput of name\n"
+
+
+@pytest.mark.processes
+def test_a_stranger_who_makes_no_request_does_not_end_the_server(node):
+    server = node.start("first")["server"]
+    stranger = (
+        "s = f.socket.socket(f.socket.AF_UNIX); s.connect(f._address(os.getppid())); "
+        "s.sendall(bytes([255] * 8)); s.close()"
+    )
+    assert node.start("second", f"{NO_LIBRARIES}; {stranger}")["server"] == server
+
+
+@pytest.mark.processes
+def test_a_server_keeps_no_file_open_that_its_first_client_was_given(node):
+    reader, writer = os.pipe()
+    started = node.begin("name", NO_LIBRARIES, files=(writer,))
+    os.close(writer)
+    assert started.wait(timeout=BOUND_S) == 0
+    with os.fdopen(reader) as pipe:
+        assert select.select([pipe], [], [], BOUND_S)[0]
+        assert pipe.read() == ""
+    node.until((node.folder / "name").exists)
+    assert not has_ended(json.loads((node.folder / "name").read_text())["server"])
 
 
 @pytest.mark.processes
