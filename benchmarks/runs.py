@@ -30,6 +30,7 @@ BOUND_S = 300.0
 """Time-out of a run in seconds, including its start and end."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),  # Ray's workers inherit it: they run this checkout
     "PYTHONUNBUFFERED": "1",  # the log of a killed program is complete
     "RAY_ADDRESS": "",
     "RAY_AUTH_MODE": "disabled",
