@@ -10,7 +10,8 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 BENCHMARKS := efficiency time_to_accuracy mixed_speed exchange ladder thin_link link_cost \
-	link_switched recovery goodput regroup startup growth accuracy streaming layout paper partitions chaos
+	link_switched recovery goodput regroup startup growth accuracy streaming layout paper \
+	partitions chaos
 BENCH_OPTIONS ?=
 
 .PHONY: train test test-fast test-cluster test-slow soak mutants test-gpu bench docs lint check clean help

@@ -29,13 +29,12 @@ from functools import partial
 import numpy as np
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.runs import Point, Workplace, workplace
+from benchmarks.runs import NO_SCORES, Point, Workplace, workplace
 
 NUM_WORKERS = 2
 LIMIT, DDP, RAY_TRAIN = "two plain processes", "torchrun DDP", "Ray Train"
 OVER_DDP = 1.25
 """Target for the speed of sync-easgd over that of either DDP, for LeNet."""
-_NO_SCORES = ("--evaluation.every-epochs", "100000")
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def cases_of(
         return total_speed([run.points for run in runs], skipped=skipped)
 
     def raydl(setting: Setting) -> float:
-        words = ("--method", setting.method, "--period", str(setting.period), *_NO_SCORES)
+        words = ("--method", setting.method, "--period", str(setting.period), *NO_SCORES)
         run = place.train(*common, *words, "--workers", str(NUM_WORKERS))
         return total_speed([run.points], skipped=skipped)
 

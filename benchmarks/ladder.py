@@ -152,7 +152,8 @@ def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.N
             for rung in rungs
         ],
     )  # fmt: skip
-    _add_parts(report, runs)
+    report.add_text("The time parts are those of the last repeat.")
+    add_time_parts(report, "rung", {rung: of[-1] for rung, of in runs.items()})
     report.add_figures(Figure(name="ladder.original.communication", value=shares["original"]))
     report.add_figures(Figure(name="ladder.easgd3.communication", value=shares["easgd3"]))
     for rung in rungs[1:]:
@@ -165,22 +166,28 @@ def _num_samples(rung: str) -> int:
     return NUM_SAMPLES[kind]
 
 
-def _add_parts(report: Report, runs: Mapping[str, Sequence[Result]]) -> None:
-    """Add the eight time parts of the last repeat to the report."""
+def add_time_parts(report: Report, kind: str, results: Mapping[str, Result]) -> None:
+    """Add the eight time parts of a worker to a report.
+
+    Args:
+        report: the report.
+        kind: what the runs differ in, the title of the first column.
+        results: the figures of ``result.json``, by the name of a run.
+    """
     rows = []
-    for rung, results in runs.items():
-        parts, (_, total_s) = results[-1]["time_parts"], split(results[-1])
+    for name, result in results.items():
+        parts, (_, total_s) = result["time_parts"], split(result)
         cells = [
             f"{seconds:.1f} s" if part == "initialization" else f"{seconds / total_s:.1%}"
             for part, seconds in parts.items()
         ]
-        rows.append((rung, f"{total_s:.1f} s", *cells))
-    parts = next(iter(runs.values()))[-1]["time_parts"]
+        rows.append((name, f"{total_s:.1f} s", *cells))
+    parts = next(iter(results.values()))["time_parts"]
     report.add_text(
-        "A worker's time by part, in the last repeat, as shares of the time after initialization. "
-        "In `original`, device_device_parameters includes the wait for the turns of other workers."
+        "A worker's time by part, as shares of the time after initialization. With Original EASGD, "
+        "device_device_parameters includes the wait for the turns of other workers."
     )
-    report.add_table(("rung", "time", *parts), rows)
+    report.add_table((kind, "time", *parts), rows)
 
 
 def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks.efficiency import total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.quotas import throttled
-from benchmarks.runs import Point, Trained, Workplace, workplace
+from benchmarks.runs import NO_SCORES, Point, Trained, Workplace, workplace
 from benchmarks.time_to_accuracy import Reached, reached_by_peer, reached_by_raydl
 from benchmarks.watching import FOLDER, MODEL
 
@@ -131,7 +131,7 @@ def speeds_of(
         return total_speed(points, skipped=scenario.skipped, speed_of=mean_speed)
 
     def raydl(name: str) -> list[Trained]:
-        words = (*METHODS[name], "--workers", str(count), "--evaluation.every-epochs", "100000")
+        words = (*METHODS[name], "--workers", str(count), *NO_SCORES)
         cpus = ("--cpus-per-worker", f"{2 / count:g}")
         return [place.train(*common, *words, *cpus)]
 

@@ -1,6 +1,6 @@
 """Repeats the experiments of SC17 and Tianhe-3 as far as one small machine carries them.
 
-Command:   python -m benchmarks.paper          (--quick: three tables, short; --only NAME,NAME)
+Command:   python -m benchmarks.paper          (--quick: two tables, short; --only NAME,NAME)
 
 - ``layers`` (SC17: packed layout): samples/s of sync-easgd with one message per exchange, over
   those with a message per tensor; LeNet has 8 tensors, ResNet-20 has 65.
@@ -35,14 +35,15 @@ from typing import Any
 
 from benchmarks.efficiency import total_speed
 from benchmarks.hosts import why_not
+from benchmarks.ladder import add_time_parts
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.programs import ROOT, RunError, data_at
-from benchmarks.runs import Trained, Workplace, workplace
+from benchmarks.runs import NO_SCORES, Trained, Workplace, workplace
 from benchmarks.runs_on_hosts import Cluster, cluster, cut_set
+from benchmarks.time_to_accuracy import reached_by_raydl
 from raydl.config.cluster import ALLREDUCES
 from raydl.core.methods import METHODS
 
-_NO_SCORES = ("--evaluation.every-epochs", "100000")
 _SKIPPED_S = 2.0
 """Seconds at the start of a run that are not measured."""
 _STEP_S = 600.0
@@ -59,8 +60,8 @@ NUM_HOSTS = 4
 
 
 @dataclass
-class Place:
-    """Where the experiments run, with their data and lengths."""
+class Setup:
+    """The workplace of the experiments, their data and their lengths."""
 
     work: Workplace
     mnist: str
@@ -77,7 +78,7 @@ class Place:
 
     def speed(self, model: str, *words: str) -> float:
         """Return the samples per second of all workers of a run."""
-        run = self.train(model, "--seconds", str(self.seconds), *_NO_SCORES, *words)
+        run = self.train(model, "--seconds", str(self.seconds), *NO_SCORES, *words)
         return total_speed([run.points], skipped=_SKIPPED_S)
 
     def train(self, model: str, *words: str) -> Trained:
@@ -99,26 +100,26 @@ def add_speeds(
 # SC17
 
 
-def measure_layers(place: Place, report: Report) -> None:
+def measure_layers(setup: Setup, report: Report) -> None:
     """Compare one message per exchange with a message per tensor."""
     words = ("--method", "sync-easgd", "--period", "1", "--workers", "2")
-    for model in ("lenet",) if place.is_quick else ("lenet", "resnet20"):
+    for model in ("lenet",) if setup.is_quick else ("lenet", "resnet20"):
         cases = {
-            "per tensor": partial(place.speed, model, *words, "--exchange.no-packed"),
-            "packed": partial(place.speed, model, *words),
+            "per tensor": partial(setup.speed, model, *words, "--exchange.no-packed"),
+            "packed": partial(setup.speed, model, *words),
         }
-        speeds = interleaved(cases, repeats=place.repeats)
+        speeds = interleaved(cases, repeats=setup.repeats)
         add_speeds(report, f"messages, {model}", speeds, "per tensor")
         value = ratios(speeds["packed"], speeds["per tensor"])
         report.add_figures(Figure(name=f"paper.layers.{model}.packed", value=value, target=1.0))
 
 
-def measure_partition(place: Place, report: Report) -> None:
+def measure_partition(setup: Setup, report: Report) -> None:
     """Divide the cores of this machine among 1, 2, 4 and 8 workers of one group."""
     num_cores, batch = os.cpu_count() or 1, 128
 
     def speed(parts: int) -> float:
-        return place.speed(
+        return setup.speed(
             "alexnet-cifar", "--method", "sync-easgd", "--workers", str(parts),
             "--group-size", str(parts), "--batch-size", str(batch // parts), "--period", "2",
             "--cpus-per-worker", f"{num_cores / parts:g}",
@@ -127,38 +128,34 @@ def measure_partition(place: Place, report: Report) -> None:
     parts = (1, 2, 4, 8)
     names = {number: f"{number} of {max(1, num_cores // number)} threads" for number in parts}
     cases = {names[number]: partial(speed, number) for number in parts}
-    speeds = interleaved(cases, repeats=place.repeats)
+    speeds = interleaved(cases, repeats=setup.repeats)
     add_speeds(report, "parts of the machine", speeds, names[1])
     for number in parts[1:]:
         value = ratios(speeds[names[number]], speeds[names[1]])
         report.add_figures(Figure(name=f"paper.partition.{number}-parts", value=value))
 
 
-def measure_batch(place: Place, report: Report) -> None:
+def measure_batch(setup: Setup, report: Report) -> None:
     """Vary the batch of a worker."""
     lr, base, goal = METHODS["sync-easgd"].lr, 64, 0.985
-    sizes = (64, 256) if place.is_quick else (16, 32, 64, 128, 256, 512)
-
-    def train(size: int, rate: float) -> Mapping[str, Any]:
-        run = place.train(
-            "lenet", "--workers", "2", "--batch-size", str(size), "--lr", f"{rate:g}",
-            "--samples", "300000", "--evaluation.every-samples", "15000",
-            "--stop-at-accuracy", str(goal),
-        )  # fmt: skip
-        scores = run.result["evaluations"]
-        reached = next((score for score in scores if score["accuracy"] >= goal), None)
-        seconds, samples = run.result["seconds"], run.result["samples"]
-        return {"reached": reached, "speed": samples / seconds}
+    sizes = (64, 256) if setup.is_quick else (16, 32, 64, 128, 256, 512)
 
     rows = []
     for size in sizes:
         cells = [str(size)]
         for rate in (lr, lr * size / base):
-            outcome = train(size, rate)
-            reached = outcome["reached"]
-            end = f"{reached['samples']:,}, {reached['seconds']:.1f} s" if reached else "never"
-            cells += [f"{outcome['speed']:,.0f}", end]
-            print(f"  batch {size} at {rate:g}: {end}", flush=True)
+            run = setup.train(
+                "lenet", "--workers", "2", "--batch-size", str(size), "--lr", f"{rate:g}",
+                "--samples", "300000", "--evaluation.every-samples", "15000",
+                "--stop-at-accuracy", str(goal),
+            )  # fmt: skip
+            reached = reached_by_raydl(run, accuracy=goal)
+            end = f"{reached.samples:,}, {reached.seconds:.1f} s"
+            cells += [
+                f"{run.result['samples'] / run.result['seconds']:,.0f}",
+                end if reached.is_reached else "never",
+            ]
+            print(f"  batch {size} at {rate:g}: {cells[-1]}", flush=True)
         rows.append(cells)
     report.add_text(
         f"Learning rate {lr:g}, and {lr:g} times the batch over {base}; of at most 300,000 samples"
@@ -169,22 +166,18 @@ def measure_batch(place: Place, report: Report) -> None:
     )
 
 
-def measure_time(place: Place, report: Report) -> None:
+def measure_time(setup: Setup, report: Report) -> None:
     """List the eight time parts of all methods."""
-    methods = ("sync-easgd", "async-easgd") if place.is_quick else tuple(METHODS)
-    length = ("--workers", "2", "--seconds", str(place.seconds), *_NO_SCORES)
-    rows, seconds = [], dict[str, float]()
+    methods = ("sync-easgd", "async-easgd") if setup.is_quick else tuple(METHODS)
+    length = ("--workers", "2", "--seconds", str(setup.seconds), *NO_SCORES)
+    results = {}
     for method in methods:
-        seconds = dict(place.train("lenet", "--method", method, *length).result["time_parts"])
-        first_s = seconds.pop("initialization")
-        total_s = sum(seconds.values())
-        rows.append((method, f"{first_s:.1f} s", *(f"{s / total_s:.1%}" for s in seconds.values())))
+        results[method] = setup.train("lenet", "--method", method, *length).result
         print(f"  {method}", flush=True)
-    report.add_text("A worker's time by part, as shares of the time after initialization.")
-    report.add_table(("method", "initialization", *seconds), rows)
+    add_time_parts(report, "method", results)
 
 
-def measure_weak(place: Place, report: Report) -> None:
+def measure_weak(setup: Setup, report: Report) -> None:
     """Predict the weak scaling of SC17's networks on SC17's machine."""
     rows = []
     for model, (target, published) in PUBLISHED.items():
@@ -192,9 +185,9 @@ def measure_weak(place: Place, report: Report) -> None:
             "--model", model, "--data-shape", "3x224x224", "--classes", "1000",
             "--batch-size", "8", "--workers", "1",
         )  # fmt: skip
-        # A node's step has the same samples per core, so it takes as long as the core's.
         step_s = here["workload"]["step_s"]
         size = str(here["workload"]["parameters"])
+        # With the same samples for each core, a step of a node takes as long as one of a core.
         for divisor, batch in ((1, "8 for each core"), (CORES_OF_NODE, "8 for each node")):
             predicted = _plan(
                 "--parameters", size, "--step-s", str(step_s / divisor), "--network", "fdr",
@@ -244,50 +237,50 @@ def _words_of(model: str, allreduce: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def measure_networks(place: Place, report: Report) -> None:
+def measure_networks(setup: Setup, report: Report) -> None:
     """Compare the all-reduces on four networks, on one node and on several."""
 
     def on_one_node(model: str, allreduce: str) -> float:
-        return place.speed(model, *_words_of(model, allreduce), "--cpus-per-worker", "0.5")
+        return setup.speed(model, *_words_of(model, allreduce), "--cpus-per-worker", "0.5")
 
-    _compare_allreduces(place, report, "one node", on_one_node)
+    _compare_allreduces(setup, report, "one node", on_one_node)
     if reason := why_not():
         report.add_text(f"Not measured on several hosts: {reason}")
         return
     with cluster(NUM_HOSTS) as hosts:
         hosts.limit(MBIT)
         data = {
-            name: cut_set(place.data_for(name), hosts.folder / name, num_train=2560, num_test=100)
+            name: cut_set(setup.data_for(name), hosts.folder / name, num_train=2560, num_test=100)
             for name in _BATCHES
         }
         _compare_allreduces(
-            place, report, f"{NUM_HOSTS} hosts", partial(_speed_on_hosts, hosts, data, place)
+            setup, report, f"{NUM_HOSTS} hosts", partial(_speed_on_hosts, hosts, data, setup)
         )
 
 
 def _speed_on_hosts(
-    hosts: Cluster, data: Mapping[str, str], place: Place, model: str, allreduce: str
+    hosts: Cluster, data: Mapping[str, str], setup: Setup, model: str, allreduce: str
 ) -> float:
     result = hosts.train(
-        "--model", model, "--data", data[model], "--seconds", str(place.seconds),
+        "--model", model, "--data", data[model], "--seconds", str(setup.seconds),
         *_words_of(model, allreduce),
     )  # fmt: skip
     return float(result["steady_samples_per_s"])
 
 
 def _compare_allreduces(
-    place: Place, report: Report, site: str, speed: Callable[[str, str], float]
+    setup: Setup, report: Report, site: str, speed: Callable[[str, str], float]
 ) -> None:
     for model in _BATCHES:
         cases = {name: partial(speed, model, name) for name in ALLREDUCES}
-        speeds = interleaved(cases, repeats=place.repeats)
+        speeds = interleaved(cases, repeats=setup.repeats)
         add_speeds(report, f"{model}, {site}", speeds, "library")
         value = ratios(speeds["auto"], speeds["library"])
         name = f"paper.networks.{site.replace(' ', '-')}.{model}.auto"
         report.add_figures(Figure(name=name, value=value, target=1.0))
 
 
-EXPERIMENTS: dict[str, Callable[[Place, Report], None]] = {
+EXPERIMENTS: dict[str, Callable[[Setup, Report], None]] = {
     "layers": measure_layers,
     "partition": measure_partition,
     "batch": measure_batch,
@@ -319,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--only: {', '.join(unknown)}: no such experiment")
     report = Report.of_command("paper", options)
     with workplace() as work:
-        place = Place(
+        setup = Setup(
             work,
             data_at(options.data),
             data_at(options.cifar),
@@ -328,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             is_quick=options.quick,
         )
         for name in chosen:
-            EXPERIMENTS[name](place, report)
+            EXPERIMENTS[name](setup, report)
     report.close(options.out)
 
 

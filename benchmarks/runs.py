@@ -37,6 +37,9 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
+NO_SCORES = ("--evaluation.every-epochs", "100000")
+"""Options without evaluations in the measured time; the end is evaluated."""
+
 Point = tuple[float, int]
 """(Seconds, samples trained by all workers until then)."""
 

@@ -30,6 +30,7 @@ from unittest import mock
 from benchmarks.hosts import Hosts
 from benchmarks.programs import LOG_LINES, ROOT, RunError, end_cleanly, wait_for
 from benchmarks.ray_on_hosts import PULL_MS, start_ray
+from benchmarks.runs import NO_SCORES
 
 UNLIMITED_MBIT = 10_000
 """Rate of unlimited links: a message of LeNet takes 1.4 ms."""
@@ -41,7 +42,7 @@ _PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
 _FEWEST_RECORDS = 4
 _AT_ONCE_S = 0.1
 """Records less than this apart came in one report; reports come every 0.5 s."""
-UNSCORED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
+UNSCORED = (*NO_SCORES, "--checkpoint.every-s", "100000")
 """Options without evaluations and checkpoints in the measured time; the end is evaluated."""
 _RESERVE_HEAD = """
 import ray

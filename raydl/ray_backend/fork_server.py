@@ -7,7 +7,7 @@ forks share its memory.
 Ray starts a worker process with the command in its runtime environment, ``py_executable``. Here it
 is a client of the fork server: it starts the server of its node, if there is none, requests a fork,
 and ends. The fork takes over its arguments, folder and output, and runs Ray's worker program. If
-the server refuses or is silent, the client runs that program itself, as Ray would.
+the server refuses, ends or is silent, the client runs that program itself, as Ray would.
 
 A server forks only for clients with the same environment: libraries read the environment when they
 are imported. As it has the id of the job, each job has a server of its own. A server ends with its
@@ -43,7 +43,7 @@ _RETRY_S = 0.01
 _REQUEST_S = 2.0
 """The longest wait of the server for each part of a client's request, in seconds."""
 _MAX_BYTES = 1_000_000
-"""Length of a request that no client needs."""
+"""The longest request, in bytes."""
 _IDLE_S = 20.0
 """How long a server without forks remains, in seconds."""
 _LIBRARIES = (
@@ -204,7 +204,7 @@ def _is_grandchild() -> bool:
     if pid:
         _, status = os.waitpid(pid, 0)
         if status:
-            raise BlockingIOError("no further process can be started")
+            raise OSError("no further process can be started")
         return False
     try:
         has_child = bool(os.fork())
@@ -341,6 +341,8 @@ class _Server:
         os.setpgid(0, 0)  # it receives no signal that a terminal sends to the raylet's group
         _silence()
         self._close_others()
+        if self._raylet in self._ready(0.0):  # the imports would be for nobody
+            os._exit(0)
         self._prepare()
         while True:
             ready = self._ready(None if self._forks else _IDLE_S)
@@ -355,9 +357,11 @@ class _Server:
                     return fork
 
     def _ready(self, bound_s: float | None) -> set[int]:
-        """Return the descriptors on which something happened; wait for it, None: without a bound.
+        """Wait for a client, or for the end of the raylet or of a fork; return their descriptors.
 
-        No bound is needed while there is a fork: its end, or that of the raylet, ends the wait.
+        Args:
+            bound_s: the longest wait, in seconds; None while there is a fork, since its end or that
+                of the raylet ends the wait.
         """
         poll = select.poll()  # select() fails from descriptor 1,024 on
         for descriptor in (self._listener.fileno(), self._raylet, *self._forks):
@@ -366,7 +370,7 @@ class _Server:
         return {descriptor for descriptor, _ in events}
 
     def _close_others(self) -> None:
-        """Close what the raylet has opened for the first client, as a pipe that tells its end."""
+        """Close what the raylet has opened for the first client: a pipe shows that one's end."""
         kept = (0, 1, 2, self._listener.fileno(), self._raylet)
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in kept:
@@ -378,8 +382,6 @@ class _Server:
 
         It then refuses its clients: if it ended, each of them would start another one.
         """
-        if self._raylet in self._ready(0.0):
-            os._exit(0)
         try:
             _import_libraries()
             _set_title(self._title)

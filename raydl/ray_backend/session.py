@@ -185,8 +185,8 @@ def _start_here(*, has_forks: bool) -> None:
                 address="local",
                 include_dashboard=False,
                 logging_level=_level(),
-                # Ray starts a process per core in advance. Forks cannot use them; other actors
-                # do, and find torch imported.
+                # Ray starts a process per core in advance. It cannot become a fork; an actor
+                # without forks runs in it, and finds torch imported.
                 _system_config={"prestart_worker_first_driver": False}
                 if has_forks and sys.platform == "linux"
                 else {"preload_python_modules": ["raydl.core.torch_import"]},

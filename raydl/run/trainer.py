@@ -503,9 +503,8 @@ def _make_worker_group(
     from raydl.ray_backend.cluster import check_room  # imports Ray, like the next line
     from raydl.ray_backend.worker_group import RayWorkerGroup
 
-    if ray_session.connect(
-        has_forks=scaling.fork_server
-    ):  # a cluster of this process, which does not grow
+    is_own_cluster = ray_session.connect(has_forks=scaling.fork_server)
+    if is_own_cluster:  # it does not grow
         check_room(scaling)
     return RayWorkerGroup(job, dataset, prepare, non_trainable, storage)
 
