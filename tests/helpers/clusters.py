@@ -180,13 +180,8 @@ class ClusterRun:
 def actors_on(node: Any, name: str) -> list[int]:
     """Return the process ids of all actors of a class on a node."""
     raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
-    return [pid for pid in descendants_of(raylet) if _is_actor(pid, name)]
-
-
-def _is_actor(pid: int, name: str) -> bool:
-    with contextlib.suppress(OSError):  # it ended meanwhile
-        return command_of(pid)[0].startswith(f"ray::{name}")
-    return False
+    below = descendants_of(raylet)
+    return [pid for pid in below if command_of(pid)[0].startswith(f"ray::{name}")]
 
 
 def actors(cluster: Cluster, name: str) -> list[int]:

@@ -27,13 +27,20 @@ def processes_that(fits: Callable[[int], bool]) -> list[int]:
 
 
 def command_of(pid: int) -> list[str]:
-    """Return the words of a process's command line."""
-    return (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    """Return the words of a process's command line; of a process that has ended: [""]."""
+    return _words_of(pid, "cmdline")
 
 
 def environment_of(pid: int) -> list[str]:
     """Return the initial environment of a process: ``["HOME=/root", ...]``."""
-    return (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
+    return _words_of(pid, "environ")
+
+
+def _words_of(pid: int, name: str) -> list[str]:
+    words = b""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        words = (PROC / str(pid) / name).read_bytes()
+    return words.decode(errors="replace").split("\0")
 
 
 def parent_of(pid: int) -> int:
@@ -91,18 +98,18 @@ def kill_with_descendants(pids: Iterable[int]) -> None:
 
 
 def listeners_of(pid: int) -> list[tuple[str, int]]:
-    """Return (address, port) of each TCP socket on which a process listens."""
-    listening = {}
-    for name in ("tcp", "tcp6"):
-        for line in (PROC / str(pid) / "net" / name).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == _LISTEN:
-                listening[f"socket:[{words[9]}]"] = _address_of(words[1])
-    found = []
-    for entry in (PROC / str(pid) / "fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if (target := os.readlink(entry)) in listening:
-                found.append(listening[target])
+    """Return (address, port) of each TCP socket on which a process listens, until it ends."""
+    listening, found = {}, []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        for name in ("tcp", "tcp6"):
+            for line in (PROC / str(pid) / "net" / name).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == _LISTEN:
+                    listening[f"socket:[{words[9]}]"] = _address_of(words[1])
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if (target := os.readlink(entry)) in listening:
+                    found.append(listening[target])
     return sorted(found)
 
 

@@ -102,20 +102,18 @@ def progress(run):
 def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
     """One that is open there is Ray's, and asks for the token."""
 
-    def opened():
-        """Return the processes, and what they listen on: all interfaces, or one."""
-        processes, on_all, on_one = our_processes(run), [], []
-        for place in (place for pid in processes for place in listeners_of(pid)):
-            (on_all if ip_address(place[0]).is_unspecified else on_one).append(place)
-        return processes, on_all, on_one
+    on_all, on_one = [], []
 
     def are_up():
         """Whether Ray has one in each process, and gloo one in each worker."""
-        processes, on_all, on_one = opened()
+        processes = our_processes(run)
+        on_all.clear()
+        on_one.clear()
+        for place in (place for pid in processes for place in listeners_of(pid)):
+            (on_all if ip_address(place[0]).is_unspecified else on_one).append(place)
         return len(on_all) == len(processes) and len(on_one) == 2
 
     run.until(are_up)  # the evaluator may be starting, or a worker be between two generations
-    _, on_all, on_one = opened()
     assert [place for place in on_all if not asks_for_a_token(*place)] == []
     assert {host for host, _ in on_one} == {run.cluster.head_node.node_ip_address}
 
@@ -126,8 +124,7 @@ def test_rays_sockets_require_the_token_or_show_only_figures(run):
         for processes in node.all_processes.values():
             for process in processes:
                 for pid in descendants_of(process.process.pid):
-                    with contextlib.suppress(OSError):  # it ended meanwhile
-                        opened.update(listeners_of(pid))
+                    opened.update(listeners_of(pid))
     opened -= {place for pid in our_processes(run) for place in listeners_of(pid)}
     assert len(opened) > 5
     for host, port in opened:

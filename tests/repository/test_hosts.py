@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from processes import command_of, processes_that
 
 from benchmarks import hosts as module
 from benchmarks.hosts import Hosts, HostsError, why_not
@@ -71,15 +71,7 @@ def sent_once(hosts, source, target, num_bytes):
 
 def processes(words):
     """Return the processes of this machine whose command contains some words."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
-            continue
-        if words.encode() in command.replace(b"\0", b" "):
-            found.append(entry.name)
-    return found
+    return processes_that(lambda pid: words in " ".join(command_of(pid)))
 
 
 def network():
