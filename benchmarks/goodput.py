@@ -16,16 +16,20 @@ link     once a minute, for three minutes, the messages from and to one worker a
          20 s, as if the link of its host was cut
 
 goodput  counted samples per second from the first fault on, over those of the quiet seconds before
-         it in the same run. A sample counts when the run counts it (``status.json``), so steps
+         and after the faults in the same run. A sample counts when the run counts it
+         (``status.json``), so steps
          that were thrown away or repeated do not count. For torchft these are the samples of
          committed steps, for hivemind those that all peers have reported. For Ray Train, which has
          no such count, it is the progress of the group that trains last, from the checkpoint that
          it started from.
-expected the goodput that the simulation behind ``raydl plan --preemptions`` gives for these workers
-         and kills: two workers share a machine of two cores, which stays. The speeds of one and of
-         two workers are measured in the same run; the durations are the defaults, except that a
-         worker starts in 1.2 s, since the machine's fork server runs. Only kills of workers are
-         simulated.
+expected for kills of workers, the goodput that the simulation behind ``raydl plan --preemptions``
+         gives: two workers share a machine of two cores, which stays. The speeds of one and of two
+         workers are measured in the same run; the durations are the defaults, except that a worker
+         starts in 1.2 s, since the machine's fork server runs. For a link that is cut, the goodput
+         without any loss but the worker that is cut off: one worker trains meanwhile, with the
+         speed that it has alone.
+
+A case that fails is reported, the others go on, and the exit status is 1.
 
 With ``2 + spare`` a hot spare stands by; ``1:2`` continues with one worker until the replacement
 has started; ``2`` waits for it. A new process uses CPU time until it trains, on the cores that the
@@ -83,6 +87,8 @@ CASES = {
 }
 """Method, workers, hot spares, and what is killed, or another fault."""
 QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}
+_RELATIVE_TO_ONE = ("worker", "link")
+"""What is expected of these cases depends on the speed of one worker alone."""
 _START_S = 1.2
 """Seconds until a worker has started on a machine whose fork server runs."""
 _ROUND_S = 0.2
@@ -94,8 +100,6 @@ _SETTLE_S = 2.0
 """Seconds of training before the quiet ones."""
 _START_OF_STORM_S = 1.0
 """Seconds from the end of the quiet ones to the first fault of a fault plan."""
-_RECENT_S = 1.0
-"""A worker that has begun a step within this time trains, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,7 @@ class Times:
     """Durations of a case, in seconds."""
 
     quiet_s: float
+    """Before the faults, and again after them."""
     storm_s: float
     every_s: float
 
@@ -119,7 +124,7 @@ class Planned:
     for_s: float
     times: Times
     target: float
-    """Target for the goodput."""
+    """Target for the goodput; for a link, relative to what is expected."""
 
     @property
     def count(self) -> int:
@@ -274,7 +279,7 @@ def _storm(
     victim: Callable[[int], int | None] | None,
     counted: Callable[[], tuple[float, int]],
 ) -> Goodput:
-    """Let a run train in quiet, then kill its processes, and return its speeds.
+    """Let a run train in quiet, kill its processes, let it train in quiet, and return its speeds.
 
     Args:
         run: the run.
@@ -283,12 +288,8 @@ def _storm(
             no process at all.
         counted: returns (when, the number of counted samples then).
     """
-    train = f"{NUM_WORKERS} workers train"
-    run.wait_until(lambda: run.num_training() >= NUM_WORKERS, train, within_s=_UP_S)
-    time.sleep(_SETTLE_S)
-    first = counted()
-    _pass(run, times.quiet_s)
-    before, num_kills = counted(), 0
+    quiet = [_quiet_speed(run, times, counted)]
+    first, num_kills = counted(), 0
     deadline = time.monotonic() + times.storm_s
     while (left_s := deadline - time.monotonic()) > times.every_s / 2:
         pid = None if victim is None else victim(num_kills)
@@ -296,10 +297,19 @@ def _storm(
             os.kill(pid, signal.SIGKILL)
             num_kills += 1
         _pass(run, min(times.every_s, left_s))
-    after = counted()
-    return Goodput(
-        quiet_speed=_speed(first, before), speed=_speed(before, after), num_kills=num_kills
-    )
+    speed = _speed(first, counted())
+    quiet.append(_quiet_speed(run, times, counted))
+    return Goodput(quiet_speed=sum(quiet) / 2, speed=speed, num_kills=num_kills)
+
+
+def _quiet_speed(run: Watched, times: Times, counted: Callable[[], tuple[float, int]]) -> float:
+    """Return the samples per second of a run without faults, once all its workers train."""
+    train = f"{NUM_WORKERS} workers train"
+    run.wait_until(lambda: len(run.training_now()) >= NUM_WORKERS, train, within_s=_UP_S)
+    time.sleep(_SETTLE_S)
+    first = counted()
+    _pass(run, times.quiet_s)
+    return _speed(first, counted())
 
 
 def _pass(run: Watched, seconds: float) -> None:
@@ -319,8 +329,7 @@ def _speed(earlier: tuple[float, int], later: tuple[float, int]) -> float:
 
 def _worker(run: Watched, number: int) -> int | None:
     """Return a worker that trains, each in turn."""
-    since = time.monotonic() - _RECENT_S
-    training = [pid for pid, steps in sorted(run.steps().items()) if steps[-1].began_at > since]
+    training = run.training_now()
     return training[number % len(training)] if training else None
 
 
@@ -345,8 +354,23 @@ def _reached(run: Watched) -> tuple[float, int]:
     return event["time"], event["samples"]
 
 
+def limit_of_link(planned: Planned, alone: float, quiet: float) -> float:
+    """Return the goodput of a run whose link is cut, without any loss but the worker cut off.
+
+    Args:
+        planned: the fault.
+        alone: samples per second of one worker alone.
+        quiet: samples per second of all workers.
+    """
+    share_cut = planned.for_s / planned.times.every_s
+    return 1 - share_cut * (1 - alone / quiet)
+
+
 def add_results(
-    report: Report, results: dict[str, list[Goodput]], alone: dict[str, float], times: Times
+    report: Report,
+    results: dict[str, list[Goodput]],
+    alone: dict[str, float],
+    times: Times,
 ) -> None:
     """Add the table and the figures to a report.
 
@@ -363,11 +387,7 @@ def add_results(
         kills = sum(goodput.num_kills for goodput in of_case)
         short = name.replace(",", "").replace(" ", "-").replace("-+-", "-").lower()
         method, workers, spares, victim = CASES.get(name, ("", "", 0, ""))
-        target = TARGET if spares or victim == "center" else None
-        if victim in PLANNED:
-            target = PLANNED[victim].target
-        report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
-        told = ""
+        told, target = "", TARGET if spares or victim == "center" else None
         if victim == "worker":
             speeds = {1: alone[method], NUM_WORKERS: quiet.median}
             simulated = expected(times, method, workers, spares, speeds)
@@ -375,8 +395,23 @@ def add_results(
             error = Spread.of([abs(simulated / goodput.share - 1) for goodput in of_case])
             named = f"goodput.{short}.error_of_plan"
             report.add_figures(Figure(name=named, value=error, target=_WITHIN, is_better="less"))
+        elif victim == "link":
+            limit = limit_of_link(PLANNED[victim], alone[method], quiet.median)
+            told, target = f"{limit:.3g}", round(PLANNED[victim].target * limit, 3)
+        elif victim in PLANNED:
+            target = PLANNED[victim].target
+        report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
         rows.append((name, share.text(), told, quiet.text(".4g"), kills))
     report.add_table(("", "goodput", "expected", "quiet samples/s", "faults"), rows)
+
+
+def _measured(name: str, case: Callable[[], Goodput]) -> Goodput | None:
+    """Return the result of a case; None: it failed, which is printed."""
+    try:
+        return case()
+    except WatchError as error:
+        print(f"{name} was not measured: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def main() -> None:
@@ -406,15 +441,25 @@ def main() -> None:
                 cases[name] = partial(peer_case, cluster, times, words_of(data))
         beginnings = tuple(options.only.split(","))
         cases = {name: case for name, case in cases.items() if name.startswith(beginnings)}
+        methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] in _RELATIVE_TO_ONE}
         try:
-            methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] == "worker"}
             alone = {m: speed_alone(cluster, data, times, m) for m in sorted(methods)}
-            add_results(report, interleaved(cases, repeats=options.repeats or 1), alone, times)
         except WatchError as error:
             sys.exit(f"the goodput was not measured: {error}")
+        tries = interleaved(
+            {name: partial(_measured, name, case) for name, case in cases.items()},
+            repeats=options.repeats or 1,
+        )
+    results = {name: [one for one in of_case if one] for name, of_case in tries.items()}
+    measured = {name: of_case for name, of_case in results.items() if of_case}
+    add_results(report, measured, alone, times)
+    failed = [name for name, of_case in tries.items() if None in of_case]
+    if failed:
+        report.add_text(f"Failed, and not counted: {', '.join(failed)}.")
     cores = f"{NUM_WORKERS} workers on {os.cpu_count()} cores"
     report.add_text(f"{cores}; a kill every {times.every_s:g} s.")
     report.close(options.out)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ FOLDER = "RAYDL_BENCHMARK"
 """Environment variable with the folder of the notes."""
 _NOTE = struct.Struct("dq")
 _POLL_EVERY_S = 0.02
+_RECENT_S = 1.0
 _START_S = 120.0
 _END_S = 10.0
 _OBJECT_STORE_BYTES = 200 << 20
@@ -236,6 +237,12 @@ class Watched(Session):
         """Return the number of workers that have completed a step: they have begun a second one."""
         paths = [path for path in _notes_in(self._notes_at) if path.suffix == ".steps"]
         return sum(path.stat().st_size >= 2 * _NOTE.size for path in paths)
+
+    def training_now(self) -> list[int]:
+        """Return the processes that have begun a step within the last second."""
+        since = time.time() - _RECENT_S
+        paths = [path for path in _notes_in(self._notes_at) if path.suffix == ".steps"]
+        return sorted(int(path.stem) for path in paths if path.stat().st_mtime > since)
 
     def num_steps(self) -> int:
         """Return the number of steps of all workers so far."""
