@@ -9,8 +9,8 @@ Needs:     Chromium on the PATH
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -53,9 +53,8 @@ def photograph(address: str, picture: str, *, size: str) -> None:
 @contextlib.contextmanager
 def tensorboard(run: str) -> Iterator[str]:
     """Serve a run on a free port; yield the address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Below the ephemeral ports: nobody is given this one while TensorBoard starts.
+    port = random.randrange(20_000, 32_768)
     server = subprocess.Popen(
         [sys.executable, "-m", "tensorboard.main", "--logdir", run, "--port", str(port)],
         stderr=subprocess.DEVNULL,

@@ -1,5 +1,7 @@
 """Members of a collective group return when a peer is lost, frozen or never joins."""
 
+import contextlib
+import functools
 import os
 import signal
 import threading
@@ -16,7 +18,9 @@ from raydl.errors import ExchangeError
 pytestmark = pytest.mark.cluster
 
 TIMEOUT_S = 60.0
-SOON_S = 2.0  # the promise is some 0.15 s; the machine may be busy
+SOON_S = 2.0
+"""The promise is some 0.15 s."""
+TRIES = 3
 SIZE = 100_000
 ALGORITHMS = ("library", "ring", "recursive-doubling")
 
@@ -93,7 +97,7 @@ class WorkerGroup:
         """Return started members, so that times do not include starting them."""
         self.members += [Member.remote() for _ in range(num_workers - len(self.members))]
         members = self.members[:num_workers]
-        get([m.pid.remote() for m in members])
+        get([m.pid.remote() for m in members], timeout_s=120)
         return members
 
     def begin_to_form(self, members, algorithm, *, num_workers=None):
@@ -126,8 +130,30 @@ class WorkerGroup:
         assert get([m.sum.remote() for m in members]) == [[float(len(members))]] * len(members)
 
 
-def get(refs):
-    return ray.get(refs, timeout=40)
+class LateError(AssertionError):
+    """Somebody returned later than soon."""
+
+
+def at_its_best(test):
+    """Repeat a test in which somebody was late: a busy machine delays one try, a mistake all."""
+
+    @functools.wraps(test)
+    def repeated(*arguments, **named):
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(LateError):
+                return test(*arguments, **named)
+        return test(*arguments, **named)
+
+    return repeated
+
+
+def check_soon(seconds):
+    if seconds >= SOON_S:
+        raise LateError(f"after {seconds:.1f} s")
+
+
+def get(refs, timeout_s=40):
+    return ray.get(refs, timeout=timeout_s)
 
 
 def states(members):
@@ -142,9 +168,9 @@ def until(is_so):
 
 
 def check_freed(refs, since, *, problem):
-    for text, when in get(refs):
-        assert problem in text
-        assert when - since < SOON_S
+    ends = get(refs)
+    assert [text for text, _ in ends if problem not in text] == []
+    check_soon(max(when for _, when in ends) - since)
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +179,14 @@ def worker_group(cluster):
     worker_group = WorkerGroup(store)
     yield worker_group
     for pid in worker_group.frozen_pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # Ray has killed it already
+            os.kill(pid, signal.SIGKILL)
     for actor in (store, *worker_group.members):
         ray.kill(actor)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
+@at_its_best
 def test_forming_a_group_ends_when_the_group_is_abandoned(worker_group, algorithm):
     members = worker_group.call(2)
     refs = worker_group.begin_to_form(members, algorithm, num_workers=3)
@@ -169,6 +197,7 @@ def test_forming_a_group_ends_when_the_group_is_abandoned(worker_group, algorith
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@at_its_best
 def test_members_whose_sums_all_complete_quickly_also_leave_an_abandoned_group(
     worker_group, algorithm
 ):
@@ -181,6 +210,7 @@ def test_members_whose_sums_all_complete_quickly_also_leave_an_abandoned_group(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@at_its_best
 def test_members_that_wait_for_a_frozen_peer_return_when_the_group_is_abandoned(
     worker_group, algorithm
 ):
@@ -201,6 +231,7 @@ def test_members_that_wait_for_a_frozen_peer_return_when_the_group_is_abandoned(
     ("algorithm", "num_workers"),
     [("library", 3), ("library", 4), ("ring", 4), ("recursive-doubling", 3)],
 )
+@at_its_best
 def test_a_killed_peer_fails_the_sums_of_all_others(worker_group, algorithm, num_workers):
     *survivors, lost = members = worker_group.call(num_workers)
     worker_group.form(members, algorithm)
@@ -211,12 +242,14 @@ def test_a_killed_peer_fails_the_sums_of_all_others(worker_group, algorithm, num
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
+@at_its_best
 def test_a_member_leaves_a_sum_in_progress_at_once_and_its_peer_fails_at_once(
     worker_group, algorithm
 ):
     leaving, other = members = worker_group.call(2)
     worker_group.form(members, algorithm)
-    assert get(leaving.leave_a_sum.remote()) < SOON_S
+    leaving_s = get(leaving.leave_a_sum.remote())
     since = time.time()
     check_freed([other.sum_until_it_fails.remote()], since, problem="failed")
+    check_soon(leaving_s)
     worker_group.check(members, algorithm)

@@ -157,11 +157,11 @@ def test_when_one_member_of_many_leaves_the_sums_of_all_others_fail(large):
 
 @pytest.mark.processes
 def test_forming_a_large_group_without_a_member_times_out(large):
-    members = large(timeout_s=1.0)
+    members = large(timeout_s=4.0)
     began = time.monotonic()
     found = members.connect(members.groups[1:])
     assert all(isinstance(result, RuntimeError) for result in found)
-    assert time.monotonic() - began < 4.5, "gloo alone waits five times as long for a connection"
+    assert time.monotonic() - began < 18.0, "gloo alone waits five times as long for a connection"
 
 
 def test_a_member_that_leaves_a_large_group_as_it_forms_returns_at_once(large):

@@ -135,9 +135,10 @@ class Peer:
     def rounds(self, size, num_rounds):
         return take_rounds(self.group, self.rank, size=size, num_rounds=num_rounds)
 
-    def fail(self, size):
-        """Exchange once; return the error, the time it took, and whether anything changed."""
+    def fail(self, size, at=0.0):
+        """Exchange once, at a Unix time; return the error, the time it took, and any change."""
         exchange = make_exchange(self.group, size)
+        time.sleep(max(0.0, at - time.time()))
         start = time.monotonic()
         exchange.begin(torch.zeros(size), torch.zeros(2), Header())
         try:
@@ -189,7 +190,8 @@ def test_actors_exchange_in_groups_of_any_size_one_after_another(peers, num_work
 @pytest.mark.cluster
 def test_an_actor_that_is_missing_is_named_within_the_time_out(peers):
     members = peers.form(3, timeout_s=6.0)
-    refs = [members[rank].fail.remote(100) for rank in (0, 2)]
+    at = time.time() + 1.0  # both at once: one that times out closes its connections
+    refs = [members[rank].fail.remote(100, at) for rank in (0, 2)]
     for error, waited_s, changed in ray.get(refs, timeout=60):
         assert isinstance(error, ExchangeTimeoutError)
         assert error.missing == ("w1",)

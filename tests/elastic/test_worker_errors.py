@@ -504,7 +504,7 @@ class Model(torch.nn.Module):
         if WHAT == "passing" and is_first("disk"):
             raise OSError(5, "Input/output error")
         if WHAT == "passing" and self.calls == 60 and is_first("hold"):
-            hold(4.0)
+            hold(10.0)
         if WHAT == "own":
             raise ZeroDivisionError("my own mistake")
         if WHAT == "memory":
@@ -526,7 +526,7 @@ try:
         method=raydl.MethodConfig(name=sys.argv[4], period=4),
         training=raydl.TrainingConfig(epochs=20),
         elastic=raydl.ElasticConfig(
-            max_worker_errors=2, lease_s=2.0 if WHAT == "passing" else 10.0
+            max_worker_errors=2, lease_s=4.0 if WHAT == "passing" else 10.0
         ),
         run=raydl.RunConfig(run_dir=FOLDER, progress="plain"),
     ).fit()

@@ -143,8 +143,11 @@ class ClusterRun:
     def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds, and fail if the run ends before."""
         deadline = time.monotonic() + BOUND_S
-        while not condition():
-            assert self.process.poll() is None, f"the run ended before:\n{self.output}"
+        while True:
+            has_ended = self.process.poll() is not None  # before the condition is looked at
+            if condition():
+                return
+            assert not has_ended, f"the run ended before:\n{self.output}"
             assert time.monotonic() < deadline, f"timed out:\n{self.output}"
             time.sleep(0.05)
 

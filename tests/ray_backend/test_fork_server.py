@@ -32,6 +32,11 @@ with open(sys.argv[1] + ".part", "w") as file:
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 NO_LIBRARIES = "f._Server._prepare = lambda server: None"
+IDLE_AT_ONCE = (
+    "accept = f._Server._accept; "
+    "f._Server._accept = lambda server: (setattr(f, '_IDLE_S', 0.1), accept(server))[1]"
+)
+"""A server ends soon without forks, once its first client has come."""
 NO_PROCESS = (
     "fork, count = os.fork, []; "
     "os.fork = lambda: count.append(1) or (fork() if len(count) < {} else open('/no process'))"
@@ -42,9 +47,10 @@ GRANDCHILD = "lambda real=f._is_grandchild: (open('servers', 'a').write('x'), re
 
 
 def client(change):
-    """Return the code of a client that is changed before it begins."""
+    """Return the code of a client that is changed before it begins; it has the tests' patience."""
     imports = "import os, sys; from raydl.ray_backend import fork_server as f"
-    return f"{imports}; package = f._package(); {change}; f.main(sys.argv[1:], package)"
+    start = f"package = f._package(); f._PATIENCE_S = {BOUND_S}"
+    return f"{imports}; {start}; {change}; f.main(sys.argv[1:], package)"
 
 
 class Node:
@@ -109,7 +115,7 @@ def test_an_environment_of_its_own_has_a_server_of_its_own(node):
 
 @pytest.mark.processes
 def test_a_server_that_has_had_no_fork_for_a_while_ends_and_the_next_client_starts_another(node):
-    change = f"{NO_LIBRARIES}; f._IDLE_S = 0.1"
+    change = f"{NO_LIBRARIES}; {IDLE_AT_ONCE}"
     ended = node.start("first", change)["server"]
     node.until(lambda: has_ended(ended))
     assert node.start("second", change)["server"] != ended

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,6 +295,14 @@ def test_plain_pytorch_trains_on_the_arrays_of_a_data_set():
     assert np.all(np.diff([at for at, _ in run.points]) >= 0)
 
 
+def until_all_are_in_groups(*pids):
+    """Wait until processes are in control groups of their own."""
+    deadline = time.monotonic() + 60
+    while not all("raydl-" in Path(f"/proc/{pid}/cgroup").read_text() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(not may_throttle(), reason="needs root and control groups for CPU time")
 def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
@@ -301,9 +310,9 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     with subprocess.Popen(busy) as first, subprocess.Popen(busy) as second:
         try:
             with throttled(lambda: [second.pid, first.pid], [0.4, 0.15]):
-                time.sleep(0.5)  # until both have their quotas
+                until_all_are_in_groups(first.pid, second.pid)
                 before = [times_of(process.pid) for process in (first, second)]
-                time.sleep(1.0)
+                time.sleep(3.0)
                 after = [times_of(process.pid) for process in (first, second)]
         finally:
             first.kill()

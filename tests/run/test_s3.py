@@ -353,9 +353,10 @@ def require_keys(server, after):
 @pytest.fixture
 def no_server(monkeypatch):
     """Nobody listens where the environment says."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
+    with socket.socket() as taken:  # which does not listen, and keeps the port from others
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        yield
 
 
 def told(capsys, act):

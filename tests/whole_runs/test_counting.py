@@ -5,6 +5,7 @@ The count is no figure of the run's own: each sample adds one to a weight of its
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,18 +42,25 @@ class Machines:
             os.kill(actors(self.cluster, name)[0], number)
         self.num_losses += 1
 
+    def until_again(self, words, act):
+        """Act, and wait until the log has one more line with some words."""
+
+        def count():
+            return len(re.findall(words, self.run.output))
+
+        before = count()
+        act()
+        self.run.until(lambda: count() > before)
+
     def kill_worker(self):
-        killed = "was lost: its process was killed"
-        before = self.run.output.count(killed)
-        self.signal("WorkerActor", signal.SIGKILL)
-        self.run.until(lambda: self.run.output.count(killed) > before)
+        # What is noticed first depends on how busy the node is.
+        killed = "was lost: (its process was killed|the connection to it broke)"
+        self.until_again(killed, lambda: self.signal("WorkerActor", signal.SIGKILL))
 
     def halt_worker(self):
         # The cause in the log depends on whether the node answers soon, too.
         silent = "was lost: it did not answer for"
-        before = self.run.output.count(silent)
-        self.signal("WorkerActor", signal.SIGSTOP)
-        self.run.until(lambda: self.run.output.count(silent) > before)
+        self.until_again(silent, lambda: self.signal("WorkerActor", signal.SIGSTOP))
 
     def kill_center(self):
         self.signal("CenterActor", signal.SIGKILL)
@@ -67,9 +75,12 @@ class Machines:
             "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
             "--deadline-remaining-seconds", "60",
         ]  # fmt: skip
-        subprocess.run(words, check=True, capture_output=True, timeout=60)
+
+        def drain():
+            subprocess.run(words, check=True, capture_output=True, timeout=60)
+
+        self.until_again(r"generation \d+: .*joins", drain)
         self.run.until_said("draining node")
-        self.run.until(lambda: self.run.status()["num_workers"] == 3)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def lose_nodes(self):
@@ -89,9 +100,9 @@ def counts_of(folder):
     return checkpoint.center["counts"].round().long(), checkpoint.progress.num_samples
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
-    """A head, and three nodes for a worker each."""
+    """A head, and three nodes for a worker each; a run leaves as many as there were."""
     with nodes(0, 1, 1, 1) as cluster:
         yield cluster
 

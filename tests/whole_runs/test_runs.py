@@ -63,8 +63,11 @@ class Run:
     def until(self, condition):
         """Wait until a condition holds, while the run goes on."""
         deadline = time.monotonic() + BOUND_S
-        while not condition():
-            assert self.process.poll() is None, f"ended too soon:\n{self.output}"
+        while True:
+            has_ended = self.process.poll() is not None  # before the condition is looked at
+            if condition():
+                return
+            assert not has_ended, f"ended too soon:\n{self.output}"
             assert time.monotonic() < deadline, f"waited in vain:\n{self.output}"
             time.sleep(0.02)
 
