@@ -52,7 +52,9 @@ ON_CLUSTERS = $(shell grep -rlE 'mark\.(cluster|processes)' tests --include='tes
 # Half of the time of the fast tests is waiting: two processes per core keep the cores busy.
 FAST_AT_ONCE ?= $(shell $(PYTHON) -c "import os; print(2 * (os.cpu_count() or 1))")
 
-test: check test-fast test-cluster  ## check, and run all but the slow tests
+test: $(VENV)/installed-dev  ## check, and run all but the slow tests
+	@$(MAKE) --no-print-directory --jobs 2 check test-fast
+	@$(MAKE) --no-print-directory test-cluster
 
 test-fast: $(VENV)/installed-dev  ## the tests that start no Ray and no other program, in parallel
 	$(BIN)/pytest -m 'not cluster and not processes and not slow and not gpu' \

@@ -57,9 +57,10 @@ def attach(
 ) -> Attached:
     """Train your own loop together with the loops of other workers.
 
-    Call ``step()`` of the result instead of ``optimizer.step()``. Workers of one Ray job with the
-    same name train together. Inside Ray Train, its run provides the name, the number of workers and
-    the worker id.
+    The result takes the optimizer's place, as ``optimizer = raydl.attach(model, optimizer, ...)``:
+    its ``step()`` exchanges when an exchange is due. Workers of one Ray job with the same name
+    train together. Inside Ray Train, its run provides the name, the number of workers and the
+    worker id.
 
     Args:
         model: the model, on its device. Its parameters become views of one tensor, so move or

@@ -15,7 +15,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from raydl.metrics import TimeParts
 from raydl.tasks import Batch
 from raydl.worker.round_runner import RoundRunner
 
+_Loss = TypeVar("_Loss")
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str]] = weakref.WeakKeyDictionary()
 """By model, a weak reference to its handle, which may be deleted without a detach, and the name of
 the run."""
@@ -152,6 +153,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ConfigError(
             "optimizer", f"must be a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
+    if isinstance(optimizer, Attached):
+        raise ConfigError(
+            "optimizer",
+            "is attached already, and would exchange twice; pass the optimizer that it was made of",
+        )
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
             "optimizer", "cannot be LBFGS: it computes the loss several times in a step"
@@ -201,8 +207,12 @@ _MOST_SKIPPED = 50
 skipped steps do not help."""
 
 
-class Attached:
+class Attached(Optimizer):
     """A user's model and optimizer, and their exchanges with other workers.
+
+    It stands in for the optimizer, also in a ``torch.optim.lr_scheduler``, a
+    ``torch.amp.GradScaler`` and libraries that call ``step()`` themselves: groups, state, hooks and
+    ``zero_grad`` are the optimizer's own.
 
     Args:
         model: on its device; its parameters become views of one tensor.
@@ -214,6 +224,7 @@ class Attached:
         ConfigError: if the model is attached already.
     """
 
+    # torch's __init__ would make groups and state of its own.
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, job: Job, rendezvous: RendezvousClient
     ) -> None:
@@ -226,6 +237,8 @@ class Attached:
             )
         _HOLDERS[model] = weakref.ref(self), rendezvous.name
         self._job, self._rendezvous, self._optimizer = job, rendezvous, optimizer
+        # A hook that is registered here is registered with the optimizer, which calls it.
+        vars(self).update({k: v for k, v in vars(optimizer).items() if k.endswith("_hooks")})
         self._method = job.method
         self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
         flat = FlatModel(model, name=job.task.name)
@@ -251,11 +264,18 @@ class Attached:
 
     # for the user's loop
 
-    def step(self) -> None:
+    # torch's own signatures of step() differ from optimizer to optimizer.
+    def step(self, closure: Callable[[], _Loss] | None = None) -> _Loss | None:  # type: ignore[override]
         """Take the optimizer's step, and exchange if that is due; replaces ``optimizer.step()``.
 
         If gradients are not finite, as a GradScaler's may be, the step is skipped: neither replica
         nor center moves, and the step does not count.
+
+        Args:
+            closure: computes the gradients and returns the loss; None: the parameters have them.
+
+        Returns:
+            The loss of the closure; None without one.
 
         Raises:
             AttachError: if this worker cannot continue together with the others.
@@ -263,6 +283,15 @@ class Attached:
             StepError: if the gradients of 50 steps in a row or the weights are not finite.
         """
         self._check_step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_and_exchange()
+        return loss
+
+    def _step_and_exchange(self) -> None:
+        """Take the step along the gradients that the parameters have, or skip it."""
         if not self._has_finite_gradients():
             self._num_skipped += 1
             if self._num_skipped == _MOST_SKIPPED:
@@ -291,9 +320,30 @@ class Attached:
         return self._runner.local_step
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, so that ``torch.amp.GradScaler`` accepts this object as one."""
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The optimizer's groups."""
         return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The optimizer's state, by parameter."""
+        return self._optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The optimizer's defaults of a group."""
+        return self._optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise an AttachError: further parameters would not be exchanged."""
+        raise AttachError(
+            self._rendezvous.name,
+            "a parameter group cannot be added after raydl.attach; add it to the optimizer before",
+        )
 
     @property
     def rank(self) -> int:
@@ -357,17 +407,25 @@ class Attached:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, before this worker joins the others.
 
-        If workers load different centers, all start from the one with the most exchanges.
+        If workers load different centers, all start from the one with the most exchanges. The state
+        of a plain optimizer is loaded at any time, into the optimizer alone.
 
         Raises:
             AttachError: if this worker has joined already.
         """
+        if "replica" not in state:
+            self._optimizer.load_state_dict(state)
+            return
+        has_steps = bool(state["local_step"] or self.local_step)
         if self._runner.strategy is not None:
+            if not has_steps:
+                return  # some libraries load the state that they have just read
             raise AttachError(
                 self._rendezvous.name,
                 "load_state_dict must be called before `with`, step() and rank",
             )
-        self._loaded = _loaded_center(state["center"])
+        if has_steps:
+            self._loaded = _loaded_center(state["center"])
         self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
         self._loaded_non_trainable = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])

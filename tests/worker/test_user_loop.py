@@ -240,9 +240,12 @@ def test_a_buffer_replaced_in_an_evaluation_is_restored():
 
 
 def test_a_state_must_be_loaded_before_the_worker_joins():
-    _, _, elastic = alone()
-    with elastic, pytest.raises(AttachError, match="load_state_dict must be called before"):
-        elastic.load_state_dict(elastic.state_dict())
+    model, optimizer, elastic = alone()
+    with elastic:
+        elastic.load_state_dict(elastic.state_dict())  # as some libraries do, before any step
+        take_steps(model, optimizer, elastic, 1)
+        with pytest.raises(AttachError, match="load_state_dict must be called before"):
+            elastic.load_state_dict(elastic.state_dict())
 
 
 def test_a_detached_worker_takes_no_step():
@@ -283,6 +286,121 @@ def test_a_parameter_without_a_gradient_does_not_change():
         elastic.step()
         assert torch.equal(model[1].weight, before)
         assert model[0].weight.grad is not None  # until the loop zeroes it
+
+
+# in place of the optimizer
+
+
+def gradient(model, step, *, scale=lambda loss: loss):
+    inputs = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(step))
+    loss = model(inputs).square().mean()
+    scale(loss).backward()
+    return loss
+
+
+def trained(loop, **settings):
+    """Return a model after a loop over (model, optimizer) alone, and after one over the handle."""
+    models = []
+    for is_attached in (False, True):
+        model, optimizer, elastic = alone("sync-easgd", 10**6)  # no exchange in so few steps
+        with elastic:
+            loop(model, elastic if is_attached else optimizer, **settings)
+        models.append(copied(model))
+    return models
+
+
+def with_a_scheduler(model, optimizer):
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
+    for step in range(8):
+        optimizer.zero_grad()
+        gradient(model, step)
+        optimizer.step()
+        schedule.step()
+
+
+def with_accumulation_and_clipping(model, optimizer):
+    for step in range(8):
+        gradient(model, step, scale=lambda loss: 100.0 * loss)
+        if step % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+def with_closures(model, optimizer):
+    for step in range(5):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            return gradient(model, step)
+
+        with torch.no_grad():
+            assert optimizer.step(closure) > 0
+
+
+def with_hooks(model, optimizer):
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for step in range(3):
+        gradient(model, step)
+        optimizer.step()
+    assert calls == ["before", "after"] * 3
+
+
+@pytest.mark.filterwarnings("error")  # a scheduler warns if it saw no step
+@pytest.mark.parametrize(
+    "loop", [with_a_scheduler, with_accumulation_and_clipping, with_closures, with_hooks]
+)
+def test_an_unchanged_loop_takes_the_steps_of_its_optimizer(loop):
+    plain, attached = trained(loop)
+    assert same(plain, attached)
+
+
+def test_a_scheduler_and_a_state_of_the_plain_optimizer_belong_to_the_same_groups():
+    model, optimizer, elastic = alone()
+    torch.optim.lr_scheduler.StepLR(elastic, 1, gamma=0.5)
+    assert optimizer.param_groups[0]["initial_lr"] == LR
+    state = sgd(net()).state_dict()
+    state["param_groups"][0]["lr"] = 0.125
+    with elastic:
+        gradient(model, 0)
+        elastic.step()
+        elastic.load_state_dict(state)
+        assert elastic.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.125
+        assert elastic.state is optimizer.state
+        assert elastic.defaults is optimizer.defaults
+
+
+def test_a_step_that_a_gradient_scaler_skips_is_no_step_of_the_exchange():
+    """The others wait for the next one, and nothing that is not finite reaches the center."""
+    model, _, elastic = alone(period=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
+    with elastic:
+        for step in range(6):
+            elastic.zero_grad()
+            factor = float("inf") if step == 2 else 1.0
+            gradient(model, step, scale=lambda loss, by=factor: scaler.scale(by * loss))
+            scaler.unscale_(elastic)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(elastic)
+            scaler.update()
+        assert elastic.local_step == 5
+        assert scaler.get_scale() == 1.0
+        weights = [v for k, v in elastic.center_state_dict().items() if "weight" in k]
+        assert all(torch.isfinite(value).all() for value in weights)
+
+
+def test_a_group_can_not_be_added_later():
+    _, _, elastic = alone()
+    with pytest.raises(AttachError, match=r"cannot be added after raydl\.attach; add it to the"):
+        elastic.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def test_an_attached_optimizer_is_not_attached_again():
+    model, _, elastic = alone()
+    with elastic, pytest.raises(ConfigError, match="is attached already, and would exchange twice"):
+        Threads(settings(MethodConfig(name="sync-easgd"), 1)).attach(model, elastic)
 
 
 # checks before anything starts
