@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from raydl.data import DataShape
     from raydl.errors import RaydlError
     from raydl.ray_backend.attach import attach
+    from raydl.ray_backend.lightning_callback import LightningCallback
+    from raydl.ray_backend.transformers_trainer import attach_trainer
     from raydl.ray_backend.user_group import init_collective_group
     from raydl.run.trainer import Result, Trainer
     from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
@@ -53,6 +55,8 @@ _MODULES = {
     "LossFromForward": "tasks",
     "ModelAndLoss": "tasks",
     "attach": "ray_backend.attach",
+    "attach_trainer": "ray_backend.transformers_trainer",
+    "LightningCallback": "ray_backend.lightning_callback",
     "init_collective_group": "ray_backend.user_group",
     "Result": "run.trainer",
     "Trainer": "run.trainer",
@@ -69,6 +73,7 @@ __all__ = [
     "ExchangeConfig",
     "InputConfig",
     "LanguageModel",
+    "LightningCallback",
     "LossFromForward",
     "MethodConfig",
     "ModelAndLoss",
@@ -81,15 +86,32 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "attach",
+    "attach_trainer",
     "init_collective_group",
 ]
 
 
+_EXTRAS = {"LightningCallback": "lightning", "attach_trainer": "transformers"}
+"""By public name, a library that is not installed with raydl; an extra has the same name."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
+    """Import a public name from its module on first use.
+
+    Raises:
+        ImportError: if the name needs a library that is not installed.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module 'raydl' has no attribute {name!r}")
-    return getattr(import_module(f"raydl.{_MODULES[name]}"), name)
+    try:
+        return getattr(import_module(f"raydl.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != _EXTRAS.get(name):
+            raise
+        raise ImportError(
+            f"raydl.{name} needs {error.name}, which is not installed: "
+            f"pip install 'elastic-raydl[{error.name}]'"
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -134,6 +135,17 @@ def _from_ray_train(
     if num_workers is None:
         raise ConfigError("num_workers", "must be given outside Ray Train, as 4 or (2, 8)")
     return name, num_workers, worker_id
+
+
+def seed_of_worker(worker_id: str | None) -> int:
+    """Return a number that no other worker has, for an order of the data of its own.
+
+    Args:
+        worker_id: the id that ``attach`` was given, with which the number is always the same; None:
+            it follows from the actor.
+    """
+    _, _, worker_id = _from_ray_train("any", 1, worker_id)
+    return zlib.crc32((worker_id or ray.get_runtime_context().get_actor_id() or "").encode())
 
 
 class Transports:

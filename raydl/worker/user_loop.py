@@ -432,13 +432,21 @@ class Attached(Optimizer):
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
         self._runner.local_step = state["local_step"]
 
+    def join(self) -> None:
+        """Join the others now; otherwise this worker does so with its first step.
+
+        Raises:
+            ExchangeError: if that failed too often.
+        """
+        self._inside()
+
     def detach(self) -> None:
         """Leave; the others continue. This worker's steps since its last exchange are lost."""
         self._rendezvous.leave_rendezvous(self._center)
         _HOLDERS.pop(self._flat.model, None)
 
     def __enter__(self) -> Attached:
-        self._inside()
+        self.join()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -140,10 +140,21 @@ def test_matplotlib_is_imported_with_the_first_chart_and_pyplot_never():
 
 
 def test_every_public_name_can_be_imported():
-    for name in raydl.__all__:
+    for name in set(raydl.__all__) - set(raydl._EXTRAS):  # their libraries take seconds
         assert getattr(raydl, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         raydl.Trainr  # noqa: B018
+
+
+@pytest.mark.parametrize("name", raydl._EXTRAS)
+def test_a_name_whose_library_is_missing_says_what_to_install(name, monkeypatch):
+    library = raydl._EXTRAS[name]
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, f"raydl.{raydl._MODULES[name]}", raising=False)
+    for module in [m for m in sys.modules if m.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ImportError, match=rf"pip install 'elastic-raydl\[{library}\]'"):
+        getattr(raydl, name)
 
 
 def test_every_tag_has_its_sentence_in_the_docs_and_no_other(root):

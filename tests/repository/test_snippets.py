@@ -22,9 +22,11 @@ PAGES = [
     "docs/algorithms.md",
     "docs/attach.md",
     "docs/collective.md",
+    "docs/lightning.md",
     "docs/python.md",
     "docs/tasks.md",
     "docs/training.md",
+    "docs/transformers.md",
 ]
 
 RESULTS = {"docs/attach.md": lambda names: 0 < names["saved"]["loss"] < 0.1}

@@ -1,0 +1,92 @@
+"""``raydl.LightningCallback``: a Lightning trainer trains together with those of other workers.
+
+Validation and checkpoints see the center; the replica is in the optimizer's part of a checkpoint,
+so that a training that is resumed goes on with both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from raydl.errors import ConfigError
+from raydl.ray_backend.attach import attach, seed_of_worker
+from raydl.worker.user_loop import Attached
+
+
+class LightningCallback(Callback):  # type: ignore[misc]
+    """Trains a Lightning module together with those of other workers.
+
+    Pass it to ``lightning.Trainer``, in a Ray actor for each worker. It adds a number of each
+    worker's own to torch's seed, so that each draws an order of the data of its own. At the end of
+    the training the module holds the center.
+
+    Args:
+        options: method, name, number of workers and all other options of ``raydl.attach``.
+    """
+
+    elastic: Attached | None = None
+    """The handle of ``raydl.attach``; None: the training has not begun, or has ended."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._held = contextlib.ExitStack()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach the optimizer.
+
+        Raises:
+            ConfigError: if the trainer or the module cannot be attached.
+        """
+        if trainer.world_size > 1:
+            raise ConfigError(
+                "trainer",
+                "is distributed already, and would sum each gradient; start each trainer in an "
+                "actor of its own, with devices=1",
+            )
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                "optimizer",
+                f"must be one, but configure_optimizers returned {len(trainer.optimizers)}",
+            )
+        self.elastic = attach(pl_module, trainer.optimizers[0], **self._options)
+        trainer.strategy.optimizers = [self.elastic]
+        torch.manual_seed(torch.initial_seed() + seed_of_worker(self._options.get("worker_id")))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join the others, with a replica that the trainer may have loaded."""
+        if self.elastic is not None:
+            self.elastic.join()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load the center into the module until the end of the validation."""
+        if self.elastic is not None:
+            self._held.enter_context(self.elastic.center())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the module's own weights."""
+        self._held.close()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save the center as the module's weights."""
+        if self.elastic is not None:
+            checkpoint["state_dict"] = self.elastic.center_state_dict()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the others; the module then holds the center."""
+        if self.elastic is not None:
+            pl_module.load_state_dict(self.elastic.center_state_dict())
+            self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the others."""
+        self._leave()
+
+    def _leave(self) -> None:
+        self._held.close()
+        if self.elastic is not None:
+            self.elastic.detach()
+            self.elastic = None

@@ -1,0 +1,116 @@
+"""Modules of Lightning train together: the stock example, and what the module sees."""
+
+import re
+import runpy
+
+import pytest
+import torch
+from repository import ROOT
+from user_loops import Threads, settings
+
+from raydl.config import MethodConfig
+from raydl.errors import ConfigError
+
+JOB = ROOT / "jobs/lightning_module.py"
+QUIET = "ignore::UserWarning:lightning", "ignore:.*LeafSpec:FutureWarning"
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+@pytest.fixture(scope="module")
+def job():
+    """The names of the example."""
+    return runpy.run_path(str(JOB))
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Modules are those of a run of one worker, without Ray."""
+    from raydl.ray_backend import lightning_callback
+
+    def attach(model, optimizer, *, method, worker_id=None):
+        config = settings(MethodConfig(name=method, period=4), 1)
+        return Threads(config).attach(model, optimizer, worker_id)
+
+    monkeypatch.setattr(lightning_callback, "attach", attach)
+    return lightning_callback.LightningCallback(method="sync-easgd", worker_id="w0")
+
+
+def fit(job, folder, callback, *, epochs=2, module=None, **options):
+    """Train on a small part of the digits for whole rounds; return the trainer and the module."""
+    import lightning
+
+    torch.manual_seed(0)
+    module = module or job["Perceptron"]()
+    trainer = lightning.Trainer(
+        max_epochs=epochs, limit_train_batches=8, limit_val_batches=2, accelerator="cpu",
+        callbacks=[callback], default_root_dir=str(folder), logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, job["loader"]("train", shuffle=False), job["loader"]("test", shuffle=False),
+                **options)  # fmt: skip
+    return trainer, module
+
+
+def copied(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.processes
+def test_the_module_is_validated_saved_and_left_as_the_center(job, tmp_path, alone):
+    class Watched(job["Perceptron"]):
+        seen = []  # noqa: RUF012
+
+        def on_validation_epoch_start(self):
+            self.seen.append(same(copied(self), alone.elastic.center_state_dict()))
+
+    trainer, module = fit(job, tmp_path, alone, module=Watched())
+    assert module.seen == [True] * 3  # before the training, and after each epoch
+    assert alone.elastic is None, "it has left the others"
+    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    assert same(saved["state_dict"], copied(module))
+
+
+@pytest.mark.processes
+def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_path, alone):
+    _, whole = fit(job, tmp_path / "whole", alone, epochs=3)
+    trainer, _ = fit(job, tmp_path / "part", alone, epochs=1)
+    checkpoint = trainer.checkpoint_callback.best_model_path
+    _, resumed = fit(job, tmp_path / "rest", alone, epochs=3, ckpt_path=checkpoint)
+    assert same(copied(whole), copied(resumed))
+
+
+@pytest.mark.processes
+def test_after_an_error_the_worker_leaves(job, tmp_path, alone):
+    class Broken(job["Perceptron"]):
+        def training_step(self, batch, number):
+            if number == 3:
+                raise ZeroDivisionError("my own mistake")
+            return super().training_step(batch, number)
+
+    with pytest.raises(ZeroDivisionError, match="my own mistake"):
+        fit(job, tmp_path, alone, module=Broken())
+    assert alone.elastic is None
+
+
+@pytest.mark.processes
+def test_two_optimizers_are_refused_in_one_sentence(job, tmp_path, alone):
+    class Two(job["Perceptron"]):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [super(Two, self).configure_optimizers() for _ in range(2)]
+
+    with pytest.raises(ConfigError, match="must be one, but configure_optimizers returned 2"):
+        fit(job, tmp_path, alone, module=Two())
+
+
+@pytest.mark.cluster
+def test_the_example_learns(cluster, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(JOB), run_name="__main__")
+    (percent,) = re.findall(r"^center test accuracy ([\d.]+)%$", capsys.readouterr().out, re.M)
+    assert float(percent) > 95

@@ -1,0 +1,184 @@
+"""Trainers of Transformers train together: the stock example, and what its trainer sees."""
+
+import json
+import os
+import runpy
+import signal
+import time
+
+import pytest
+import ray
+import torch
+from user_loops import Threads, settings
+
+import raydl
+from raydl.config import ElasticConfig, MethodConfig
+from raydl.errors import ConfigError
+
+BOUND_S = 200
+STEPS = 16
+QUIET = "ignore::UserWarning:torch.utils.data", "ignore::FutureWarning:transformers"
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+@pytest.fixture(scope="module")
+def job(root_of_module):
+    """The names of the example."""
+    return runpy.run_path(str(root_of_module / "jobs/transformers_lora.py"))
+
+
+@pytest.fixture(scope="module")
+def root_of_module():
+    from repository import ROOT
+
+    return ROOT
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Trainers are those of a run of one worker, without Ray."""
+    from raydl.ray_backend import transformers_trainer
+
+    def attach(model, optimizer, *, method, worker_id=None):
+        config = settings(MethodConfig(name=method, period=4), 1)
+        return Threads(config).attach(model, optimizer, worker_id)
+
+    monkeypatch.setattr(transformers_trainer, "attach", attach)
+
+
+def trainer_of(job, folder, **arguments):
+    """Return a trainer of the example's adapter, and its model."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    base = job["BertForSequenceClassification"](job["SIZE"])
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=8))
+    settings = transformers.TrainingArguments(
+        str(folder), max_steps=STEPS, learning_rate=5e-3, report_to="none", disable_tqdm=True,
+        use_cpu=True, gradient_accumulation_steps=2, **arguments,
+    )  # fmt: skip
+    data = job["samples"](200, 0)
+    return transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data[:40]), model
+
+
+def copied(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.processes
+def test_the_trainer_evaluates_saves_and_ends_with_the_center(job, tmp_path, alone, monkeypatch):
+    import peft
+    from safetensors.torch import load_file
+
+    trainer, model = trainer_of(
+        job, tmp_path, eval_strategy="steps", eval_steps=8, save_steps=8, logging_steps=4
+    )
+    callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    seen, evaluation_loop = [], trainer.evaluation_loop
+
+    def look(*arguments, **named):
+        seen.append(same(copied(model), callback.elastic.center_state_dict()))
+        return evaluation_loop(*arguments, **named)
+
+    monkeypatch.setattr(trainer, "evaluation_loop", look)
+    trainer.train()
+    assert seen == [True, True]
+    assert callback.elastic is None, "it has left the others"
+    assert trainer.state.global_step == STEPS
+    # The last checkpoint was written after the last step: its adapter is the center, too.
+    saved = load_file(tmp_path / f"checkpoint-{STEPS}/adapter_model.safetensors")
+    own = peft.get_peft_model_state_dict(model)
+    assert same(saved, {name: own[name] for name in saved})
+    folder = str(tmp_path / f"checkpoint-{STEPS}")
+    base = job["BertForSequenceClassification"](job["SIZE"])
+    loaded = peft.PeftModel.from_pretrained(base, folder)
+    again = peft.get_peft_model_state_dict(loaded)
+    assert all(torch.equal(again[name], own[name]) for name in again)
+
+
+@pytest.mark.processes
+def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_path, alone):
+    ends = []
+    for checkpoint in (None, str(tmp_path / f"checkpoint-{STEPS // 2}")):
+        trainer, model = trainer_of(job, tmp_path, save_steps=STEPS // 2)
+        raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append(copied(model))
+    assert same(*ends)
+
+
+@pytest.mark.processes
+def test_only_the_adapter_is_exchanged(job, tmp_path, alone):
+    trainer, model = trainer_of(job, tmp_path)
+    callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    trainer.create_optimizer()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sent = callback.elastic.state_dict()["center"]["weights"].numel()
+    assert sent == trained < 0.01 * sum(p.numel() for p in model.parameters())
+    callback.elastic.detach()
+
+
+@pytest.mark.processes
+def test_each_worker_draws_an_order_of_its_own_unless_a_data_seed_is_given(job, tmp_path, alone):
+    seeds = []
+    for worker_id in ("w0", "w1", "w0"):
+        trainer, _ = trainer_of(job, tmp_path)
+        raydl.attach_trainer(trainer, method="sync-easgd", worker_id=worker_id)
+        seeds.append((trainer.args.data_seed, trainer.accelerator.dataloader_config.data_seed))
+    assert seeds[0] == seeds[2] != seeds[1]
+    trainer, _ = trainer_of(job, tmp_path, data_seed=5)
+    raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    assert trainer.args.data_seed == 5
+
+
+@pytest.mark.processes
+def test_something_else_than_a_trainer_is_refused():
+    with pytest.raises(ConfigError, match=r"must be a transformers\.Trainer, got a str"):
+        raydl.attach_trainer("trainer", method="sync-easgd")
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Tuner:
+    """Runs the example, and tells how far it is."""
+
+    def __init__(self, path):
+        import transformers
+
+        torch.set_num_threads(1)
+        self.job, self.num_steps = runpy.run_path(path), 0
+        training_step = transformers.Trainer.training_step
+
+        def count(*arguments, **named):
+            self.num_steps += 1
+            return training_step(*arguments, **named)
+
+        transformers.Trainer.training_step = count
+
+    def pid(self):
+        return os.getpid()
+
+    def steps(self):
+        return self.num_steps
+
+    def train(self, folder):
+        return self.job["train"](folder, (1, 2), elastic=ElasticConfig(lease_s=3.0))
+
+
+@pytest.mark.cluster
+def test_the_example_learns_though_one_of_its_two_workers_is_killed(cluster, root, tmp_path):
+    actors = [Tuner.remote(str(root / "jobs/transformers_lora.py")) for _ in range(2)]
+    pids = ray.get([actor.pid.remote() for actor in actors], timeout=BOUND_S)
+    calls = [actor.train.remote(str(tmp_path / f"w{n}")) for n, actor in enumerate(actors)]
+    deadline = time.monotonic() + BOUND_S
+    while min(ray.get([actor.steps.remote() for actor in actors], timeout=BOUND_S)) < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(pids[1], signal.SIGKILL)
+    assert ray.get(calls[0], timeout=BOUND_S) > 0.9
+    adapter = json.loads((tmp_path / "w0/adapter_config.json").read_text())
+    assert adapter["r"] == 8
