@@ -44,6 +44,7 @@ from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.data.generators import callers_generators_kept
+from raydl.data.map_style import class_name_of, from_map_style, is_map_style
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, DataError
@@ -207,8 +208,9 @@ class Trainer:
     Args:
         task: the task, or the name of a model, which classifies pictures or predicts the next
             token of a text, depending on the data; with ``loss`` a function that builds a model.
-        data: a source that ``raydl.data.load`` accepts, a loaded dataset, a ``ray.data.Dataset``,
-            or one of these for each of ``{"train": ..., "test": ...}``.
+        data: a source that ``raydl.data.load`` accepts, a loaded dataset, a map-style
+            ``torch.utils.data.Dataset`` or a ``DataLoader`` of one, a ``ray.data.Dataset``, or two
+            of one of the last three as ``{"train": ..., "test": ...}``.
         method: the name of a method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.
         optimizer: the local step: settings, a name in torch.optim, or a function of parameters.
@@ -251,7 +253,7 @@ class Trainer:
         method_config, self.rule = as_method(method)
         optimizer, self.own_optimizer = as_config(optimizer, make_optimizer)
         self.config = TrainConfig(
-            data=data if isinstance(data, str) else getattr(data, "source", "ray.data.Dataset"),
+            data=_name_of_data(data),
             model=task if isinstance(task, str) else cast(Task, self.task).name,
             task="auto" if self.task is None else _name_of(type(self.task)),
             method=method_config,
@@ -328,13 +330,16 @@ class Trainer:
         seed = self.config.training.seed
         if isinstance(self.data, str):
             return load(self.data, seed=seed, input=self.config.input)
-        parts = self.data.values() if isinstance(self.data, Mapping) else [self.data]
+        parts = list(self.data.values()) if isinstance(self.data, Mapping) else [self.data]
+        if all(map(is_map_style, parts)):
+            return from_map_style(self.data, seed=seed, input=self.config.input)
         for part in parts:
             if not hasattr(part, "materialize"):
                 raise DataError(
                     "data",
-                    f"must be a path or URI, a result of raydl.data.load, or a ray.data.Dataset or "
-                    f"two of them named train and test; got a {type(part).__name__}",
+                    f"must be a path or URI, a result of raydl.data.load, a map-style torch "
+                    f"Dataset, a DataLoader of one, a ray.data.Dataset, or two of a kind named "
+                    f"train and test; got a {type(part).__name__}",
                 )
         from raydl.ray_backend.ray_data import from_ray  # imports Ray
 
@@ -456,6 +461,14 @@ def _settings(name: str, given: _Settings | None, kind: type[_Settings]) -> _Set
     if given is not None and not isinstance(given, kind):
         raise ConfigError(name, f"must be a raydl.{kind.__name__}, got {given!r}")
     return kind() if given is None else given
+
+
+def _name_of_data(data: Any) -> str:
+    """Return the source of a data set, or the name of its class."""
+    if isinstance(data, (str, Dataset)):
+        return data if isinstance(data, str) else data.source
+    part = next(iter(data.values()), None) if isinstance(data, Mapping) else data
+    return class_name_of(part) if is_map_style(part) else "ray.data.Dataset"
 
 
 def _name_of(kind: type) -> str:

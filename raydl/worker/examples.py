@@ -6,7 +6,9 @@ All evaluations use the same pictures, so that a person sees the center learn.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from raydl.data import Samples
 
@@ -33,16 +35,16 @@ class Examples:
     """The pictures to show.
 
     Args:
-        samples: the test set; without pictures nothing is shown.
+        samples: the test set; without labelled pictures nothing is shown.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._pictures: list[Image.Image] = []
         self._labels: list[int] = []
         self._names = samples.shape.class_names
-        if len(samples.shape.input_shape) == 3:
+        if len(samples.shape.input_shape) == 3 and samples.shape.num_classes:
             pictures, labels = samples.fetch(example_rows(samples.num_samples))
-            self._pictures = [_picture(picture.numpy()) for picture in pictures]
+            self._pictures = [_picture(picture) for picture in _as_bytes(pictures).numpy()]
             self._labels = labels.tolist()
         self._font = ImageFont.load_default(size=_FONT_SIZE)
 
@@ -89,6 +91,14 @@ class Examples:
         while text and self._font.getlength(f"{text}...") > _SIDE:
             text = text[:-1]
         return f"{text}..."
+
+
+def _as_bytes(pictures: Tensor) -> Tensor:
+    """Return uint8 pictures; those of a user's own data set may be floats of any range."""
+    if pictures.dtype == torch.uint8:
+        return pictures
+    darkest, range_ = pictures.min(), pictures.max() - pictures.min()
+    return ((pictures - darkest) * (255 / range_.clamp_min(1e-12))).to(torch.uint8)
 
 
 def _picture(pixels: np.ndarray) -> Image.Image:

@@ -22,6 +22,7 @@ PAGES = [
     "docs/algorithms.md",
     "docs/attach.md",
     "docs/collective.md",
+    "docs/data.md",
     "docs/lightning.md",
     "docs/python.md",
     "docs/tasks.md",

@@ -1,0 +1,281 @@
+"""A map-style ``torch.utils.data.Dataset`` as the data set of a run: it has ``len`` and ``[i]``.
+
+The ledger assigns samples by number, so that each counts once in an epoch, also if workers are
+lost. A ``datasets.Dataset`` is such a set. Of a ``DataLoader`` only the data set, ``collate_fn``
+and ``num_workers`` matter: raydl has its own order and batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from raydl.config import InputConfig
+from raydl.data.order import Shuffled
+from raydl.data.samples import Batch, Dataset, DataShape, part_of
+from raydl.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+_PARTS = ("train", "test")
+_held: tuple[Any, int] | None = None
+"""In a loading process: the data set, and its length at the start of the run."""
+
+
+class _Unreadable:
+    """Stands for a sample whose ``[i]`` raised an error."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+
+class MapStyle:
+    """Samples of a map-style data set.
+
+    Args:
+        dataset: the data set.
+        rows: numbers of the samples that belong to this part, int64.
+        collate: makes a batch from a list of samples.
+        num_workers: processes that read samples; 0: the worker reads them in a thread.
+        skips: leave out samples that cannot be read, instead of ending the run.
+
+    Raises:
+        DataError: if the first sample cannot be read, or its batch has no tensors.
+    """
+
+    is_streamed = True
+
+    def __init__(
+        self, dataset: Any, rows: np.ndarray, *, collate: Collate, num_workers: int, skips: bool
+    ) -> None:
+        self._dataset, self._rows, self._collate = dataset, rows, collate
+        self._length, self._num_workers, self._skips = len(dataset), num_workers, skips
+        self.source = class_name_of(dataset)
+        """Name of the class of the data set, for messages."""
+        self._pool: ProcessPoolExecutor | None = None
+        self._first = self._batch_of(self._readable(rows[:1], in_this_process=True)[0])
+        self.shape = _shape_of(self._first, dataset)
+        """The shape of the first sample, to build a model for."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in this part."""
+        return len(self._rows)
+
+    def order(self, seed: int) -> Shuffled:
+        """Return the order of the samples in each epoch."""
+        return Shuffled(self.num_samples, seed)
+
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Do nothing: the loader fetches the next batches ahead."""
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return the batch of these rows.
+
+        Raises:
+            DataError: if a sample cannot be read.
+        """
+        return self.fetch_readable(rows)[0]
+
+    def fetch_readable(self, rows: np.ndarray) -> tuple[Batch, np.ndarray, list[str]]:
+        """Return a batch, its rows, and one sentence per skipped sample.
+
+        Raises:
+            DataError: if a sample cannot be read and unreadable ones are not skipped.
+        """
+        samples, is_readable, problems = self._readable(self._rows[rows])
+        if problems and not self._skips:
+            raise DataError(self.source, problems[0])
+        batch = self._batch_of(samples) if samples else part_of(self._first, 0, 0)
+        return batch, rows[is_readable], problems
+
+    def _readable(
+        self, numbers: np.ndarray, *, in_this_process: bool = False
+    ) -> tuple[list[Any], np.ndarray, list[str]]:
+        """Return (readable samples, which of them are, a sentence for each other one)."""
+        if self._num_workers and not in_this_process:
+            pool = self._started_pool()
+            parts = np.array_split(numbers, min(self._num_workers, max(1, len(numbers))))
+            found = [s for part in pool.map(_read_held, parts) for s in part]
+        else:
+            found = _read(self._dataset, self._length, numbers)
+        is_readable = np.array([not isinstance(sample, _Unreadable) for sample in found], bool)
+        problems = [sample.problem for sample in found if isinstance(sample, _Unreadable)]
+        if in_this_process and problems:
+            raise DataError(self.source, problems[0])
+        return (
+            [s for s, is_it in zip(found, is_readable, strict=True) if is_it],
+            is_readable,
+            problems,
+        )
+
+    def _started_pool(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            # Not by fork: this process has threads.
+            context = torch.multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                self._num_workers,
+                context,
+                initializer=_hold,
+                initargs=(self._dataset, self._length),
+            )
+        return self._pool
+
+    def _batch_of(self, samples: list[Any]) -> Batch:
+        return _checked(self._collate(samples), len(samples), source=self.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the processes: another worker starts its own."""
+        return {**self.__dict__, "_pool": None}
+
+
+def _hold(dataset: Any, length: int) -> None:
+    global _held
+    torch.set_num_threads(1)
+    _held = dataset, length
+
+
+def _read_held(numbers: np.ndarray) -> list[Any]:
+    assert _held is not None
+    return _read(*_held, numbers)
+
+
+def _read(dataset: Any, length: int, numbers: np.ndarray) -> list[Any]:
+    """Return samples, with a stand-in for each that cannot be read."""
+    if len(dataset) != length:
+        changed = f"had {length:,} samples at the start and has {len(dataset):,} now; it must not"
+        return [_Unreadable(f"{changed} change during a run")] * len(numbers)
+    return [_sample(dataset, number) for number in numbers.tolist()]
+
+
+def _sample(dataset: Any, number: int) -> Any:
+    try:
+        return dataset[number]
+    except Exception as error:  # of the user's code, or of a file
+        return _Unreadable(f"sample {number} cannot be read: {type(error).__name__}: {error}")
+
+
+def _checked(batch: Any, num_samples: int, *, source: str) -> Batch:
+    """Return a batch as a tuple or mapping of tensors.
+
+    Raises:
+        DataError: if it is neither.
+    """
+    if isinstance(batch, Mapping):
+        checked: Batch = dict(batch)
+    elif isinstance(batch, Sequence):
+        checked = tuple(batch)
+    else:
+        checked = (batch,)
+    named = checked.items() if isinstance(checked, dict) else enumerate(checked)
+    for name, value in named:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != num_samples:
+            what = (
+                f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise DataError(
+                source,
+                f"must give batches of tensors with the samples as first dimension, but for "
+                f"{num_samples} samples part {name!r} is {what}; pass a DataLoader with a "
+                f"collate_fn, or remove the column",
+            )
+    return checked
+
+
+def _shape_of(batch: Batch, dataset: Any) -> DataShape:
+    """Return the shape of one sample, by the batch of the first."""
+    if isinstance(batch, dict):
+        columns = {name: tuple(value.shape[1:]) for name, value in batch.items()}
+        return DataShape((), 0, columns=columns)
+    names = _class_names(dataset)
+    return DataShape(tuple(batch[0].shape[1:]), len(names), names)
+
+
+def _class_names(dataset: Any) -> tuple[str, ...]:
+    """Return the class names that a data set tells, as those of torchvision do; () without."""
+    while isinstance(dataset, torch_data.Subset):
+        dataset = dataset.dataset
+    if (classes := getattr(dataset, "classes", None)) is not None:
+        return tuple(map(str, classes))
+    if (targets := getattr(dataset, "targets", None)) is not None and len(targets):
+        return tuple(map(str, range(int(max(targets)) + 1)))
+    return ()
+
+
+def class_name_of(data: Any) -> str:
+    """Return the name of the class of a data set, or of the data set of a loader."""
+    return type(_dataset_of(data)).__name__
+
+
+def _dataset_of(data: Any) -> Any:
+    return data.dataset if isinstance(data, torch_data.DataLoader) else data
+
+
+def is_map_style(data: Any) -> bool:
+    """Whether something is a map-style data set, or a loader of one."""
+    data = _dataset_of(data)
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(
+        data, (str, bytes, Mapping, torch_data.IterableDataset)
+    )  # fmt: skip
+
+
+def from_map_style(data: Any, *, seed: int, input: InputConfig) -> Dataset:
+    """Return a dataset of raydl.
+
+    Args:
+        data: a map-style data set or a ``DataLoader`` of one, a tenth of which becomes the test
+            set, or ``{"train": ..., "test": ...}`` of these.
+        seed: seed of that split.
+        input: settings of the input.
+
+    Raises:
+        DataError: if a part is missing, empty or cannot be read, or the parts differ in shape.
+    """
+    if isinstance(data, Mapping):
+        if set(data) != set(_PARTS):
+            raise DataError("data", f"must be named train and test, got {', '.join(data)}")
+        train, test = (_part(data[name], None, input) for name in _PARTS)
+    else:
+        count = len(_dataset_of(data))
+        if count < 2:
+            raise DataError("data", f"has only {count} samples: too few to split off a test set")
+        rows = np.random.default_rng(seed).permutation(count)
+        num_test = max(1, count // 10)
+        train, test = (_part(data, np.sort(r), input) for r in (rows[num_test:], rows[:num_test]))
+    # A collate_fn may pad the samples of a batch: columns may have other lengths.
+    has_same_columns = train.shape.columns.keys() == test.shape.columns.keys() != set()
+    if train.shape != test.shape and not has_same_columns:
+        raise DataError(train.source, f"trains on {train.shape} but tests on {test.shape}")
+    return Dataset(train, test, train.source)
+
+
+def _part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyle:
+    collate: Collate = torch_data.default_collate
+    num_workers = 0
+    if isinstance(data, torch_data.DataLoader):
+        _check_sampler(data.sampler)
+        collate, num_workers = data.collate_fn, data.num_workers
+    data = _dataset_of(data)
+    if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") is None:
+        data = data.with_format("torch")  # a datasets.Dataset, whose samples are lists otherwise
+    if not len(data):
+        raise DataError(class_name_of(data), "holds no samples")
+    rows = np.arange(len(data)) if rows is None else rows
+    skips = input.on_bad_sample == "skip"
+    return MapStyle(data, rows, collate=collate, num_workers=num_workers, skips=skips)
+
+
+def _check_sampler(sampler: Iterable[int]) -> None:
+    """Raise DataError if a loader has a sampler of its own, which would be ignored."""
+    usual = (torch_data.SequentialSampler, torch_data.RandomSampler)
+    if not isinstance(sampler, usual) or getattr(sampler, "replacement", False):
+        raise DataError(
+            "data",
+            f"must be a DataLoader without a sampler of its own, got {type(sampler).__name__}: the "
+            f"ledger assigns the samples, each once in an epoch",
+        )

@@ -1,0 +1,236 @@
+"""A torch Dataset as training data: each sample once in an epoch, read by number."""
+
+import collections
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import data as torch_data
+
+import raydl
+from raydl.config import InputConfig, OptimizerConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.data.map_style import from_map_style, is_map_style
+from raydl.errors import DataError
+
+LENGTH = 50
+
+
+class Points(torch_data.Dataset):
+    """Points of a line; notes which were read."""
+
+    def __init__(self, length=LENGTH, bad=()):
+        self.length, self.bad, self.read = length, bad, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, number):
+        if number in self.bad:
+            raise OSError(f"no file {number}")
+        self.read.append(number)
+        x = torch.tensor([float(number % 7), float(number % 5)])
+        return x, x.sum()
+
+
+class Pictures(torch_data.Dataset):
+    """Light and dark pictures, as those of torchvision."""
+
+    classes = ("dark", "light")
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, number):
+        label = number % 2
+        noise = torch.rand(1, 4, 4, generator=torch.Generator().manual_seed(number))
+        return noise + label - 1, label
+
+
+class Rows(torch_data.Dataset):
+    """Rows by column, with a length of their own each."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, number):
+        return {"tokens": torch.arange(1 + number % 4), "label": number % 2}
+
+
+def padded(rows):
+    tokens = torch.nn.utils.rnn.pad_sequence([row["tokens"] for row in rows], batch_first=True)
+    return {"tokens": tokens, "label": torch.tensor([row["label"] for row in rows])}
+
+
+def opened(data, **settings):
+    return from_map_style(data, seed=0, input=InputConfig(**settings))
+
+
+def test_a_tenth_is_the_test_set_and_every_sample_is_in_one_part():
+    points = Points()
+    data = opened(points)
+    points.read.clear()
+    assert (data.train.num_samples, data.test.num_samples) == (45, 5)
+    for part in (data.train, data.test):
+        part.fetch(np.arange(part.num_samples))
+    assert sorted(points.read) == list(range(LENGTH))
+    assert data.train.shape.input_shape == (2,)
+
+
+def test_the_parts_may_be_given():
+    data = opened({"train": Points(30), "test": Points(20)})
+    assert (data.train.num_samples, data.test.num_samples) == (30, 20)
+    inputs, targets = data.train.fetch(np.array([3, 29, 0]))
+    assert inputs.tolist() == [[3, 3], [1, 4], [0, 0]]
+    assert targets.tolist() == [6, 5, 0]
+    assert [len(part) for part in data.train.fetch(np.array([], np.int64))] == [0, 0]
+
+
+def test_the_classes_of_a_set_are_known_also_of_a_part_of_it():
+    shape = opened(Pictures()).train.shape
+    assert (shape.input_shape, shape.class_names) == ((1, 4, 4), ("dark", "light"))
+    assert opened(torch_data.Subset(Pictures(), range(9))).train.shape.num_classes == 2
+    points = Points()
+    points.targets = [0, 2, 1]
+    assert opened(points).train.shape.num_classes == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+@pytest.mark.filterwarnings("ignore:.*not available, or .*:UserWarning")
+def test_a_loader_gives_its_collate_fn_and_its_processes(num_workers):
+    loader = torch_data.DataLoader(Rows(), collate_fn=padded, num_workers=num_workers, shuffle=True)
+    train = pickle.loads(pickle.dumps(opened(loader).train))  # as another process gets it
+    batch = train.fetch(np.array([0, 1, 2, 3]))
+    assert batch["tokens"].shape == (4, 4)
+    assert train.shape.columns.keys() == {"tokens", "label"}
+    if num_workers:
+        assert {process.pid for process in train._pool._processes.values()} - {os.getpid()}
+        train._pool.shutdown()
+
+
+def test_samples_that_cannot_be_read_end_the_run_or_are_left_out():
+    data = {"train": Points(10, bad=(4, 6)), "test": Points(10)}
+    with pytest.raises(DataError, match="Points: sample 4 cannot be read: OSError: no file 4"):
+        opened(data).train.fetch(np.arange(10))
+    batch, rows, problems = opened(data, on_bad_sample="skip").train.fetch_readable(np.arange(3, 7))
+    assert batch[1].tolist() == [6.0, 5.0]
+    assert rows.tolist() == [3, 5]
+    assert len(problems) == 2
+
+
+def test_a_set_whose_length_changes_is_refused():
+    points = Points()
+    train = opened({"train": points, "test": Points()}).train
+    points.length = 40
+    with pytest.raises(DataError, match="had 50 samples at the start and has 40 now"):
+        train.fetch(np.arange(3))
+
+
+class Texts(Points):
+    def __getitem__(self, number):
+        return {"text": f"text {number}", "label": 0}
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (Points(0), "only 0 samples: too few to split off a test set"),
+        (Points(5, bad=range(5)), "cannot be read: OSError: no file"),
+        (Texts(), "part 'text' is list; pass a DataLoader with a collate_fn, or remove the column"),
+        ({"train": Points(), "eval": Points()}, "must be named train and test, got train, eval"),
+        ({"train": Points(), "test": Points(0)}, "Points: holds no samples"),
+        ({"train": Points(), "test": Pictures()}, "trains on .* but tests on 1x4x4 pictures"),
+        (
+            torch_data.DataLoader(
+                Points(), sampler=torch_data.WeightedRandomSampler([1.0] * LENGTH, LENGTH)
+            ),
+            "without a sampler of its own, got WeightedRandomSampler",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(data, sentence):
+    with pytest.raises(DataError, match=sentence) as error:
+        opened(data)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.processes  # its import takes seconds
+def test_a_hugging_face_dataset_gives_tensors_by_column():
+    import datasets
+
+    rows = {"x": [[float(n), 2.0 * n] for n in range(20)], "y": list(range(20))}
+    data = opened(datasets.Dataset.from_dict(rows))
+    batch = data.train.fetch(np.arange(18))
+    assert batch["x"].shape == (18, 2)
+    assert torch.equal(batch["x"][:, 0], batch["y"].float())
+    rows["text"] = ["a"] * 20
+    with pytest.raises(DataError, match=r"part 'text' is list; pass a DataLoader .* or remove the"):
+        opened(datasets.Dataset.from_dict(rows))
+
+
+def test_what_is_a_map_style_set():
+    class Stream(torch_data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    assert is_map_style(Points())
+    assert is_map_style(torch_data.DataLoader(Points()))
+    assert is_map_style([(torch.zeros(1), 0)])
+    assert not any(map(is_map_style, ["digits", {"train": Points()}, Stream(), 5]))
+
+
+def linear(shape):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(torch.Size(shape.input_shape).numel(), 2)
+    )
+
+
+def cross_entropy(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def trainer_of(data, folder, *, epochs=4):
+    return raydl.Trainer(
+        linear,
+        data,
+        scaling=ScalingConfig(num_workers=0),
+        training=TrainingConfig(epochs=epochs, batch_size=6),
+        optimizer=OptimizerConfig(lr=0.1),
+        run=RunConfig(run_dir=str(folder), progress="none"),
+        loss=cross_entropy,
+    )
+
+
+def test_a_run_learns_from_pictures_and_reads_each_once_an_epoch(tmp_path):
+    class Counted(Pictures):
+        read = collections.Counter()  # noqa: RUF012
+
+        def __getitem__(self, number):
+            self.read[number] += 1
+            return super().__getitem__(number)
+
+    data = {"train": Counted(), "test": Pictures()}
+    result = trainer_of(data, tmp_path / "run", epochs=20).fit()
+    assert result.metrics["samples"] == 20 * LENGTH
+    assert min(Counted.read.values()) >= 20
+    assert sum(Counted.read.values()) <= 20 * LENGTH + 60, "but for trials before the run"
+    assert result.metrics["center_loss"] < 0.3
+
+
+def test_a_named_model_trains_on_the_classes_of_a_set(tmp_path):
+    trainer = raydl.Trainer(
+        "mlp",
+        Pictures(),
+        scaling=ScalingConfig(num_workers=0),
+        training=TrainingConfig(epochs=10, batch_size=5),
+        optimizer=OptimizerConfig(lr=0.1),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    )
+    assert trainer.fit().metrics["center_accuracy"] == 1.0
+
+
+def test_something_else_is_refused_with_what_is_possible(tmp_path):
+    with pytest.raises(DataError, match="a map-style torch Dataset, a DataLoader of one") as error:
+        trainer_of(5, tmp_path).fit()
+    assert "got a int" in str(error.value)
