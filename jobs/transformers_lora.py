@@ -2,6 +2,8 @@
 
 Command:   python jobs/transformers_lora.py
 Expected:  center accuracy above 90%; the task: does the token 7 occur?
+Time:      about 50 s, most of it to start Ray and its processes
+Hardware:  two shared CPU cores
 """
 
 import sys

@@ -20,6 +20,9 @@ class RunConfig:
     """Folder or URI (s3://, gs://, …) that keeps the run; a run in runs/NAME is kept as NAME."""
     progress: str = "auto"
     """Output in the terminal: auto, panel, plain or none."""
+    tracker: str = field(default="none", metadata={"flag": "tracker"})
+    """Experiment trackers beside TensorBoard, separated by commas: jsonl, mlflow, wandb; or none.
+    Servers and credentials come from their own environment variables."""
     fault_plan: str | None = field(default=None, metadata={"flag": "fault-plan"})
     """YAML file of faults to inflict on the run, for chaos testing; see docs/faults.md."""
 

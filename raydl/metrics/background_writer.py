@@ -29,6 +29,7 @@ class BackgroundWriter:
         make: makes the writer, from a function that logs its messages.
         name: the curves, as the subject of messages.
         log: logs messages, in the threads that call this writer.
+        place: where they are written, as the subject of messages.
         clock: monotonic clock, in seconds.
     """
 
@@ -38,10 +39,12 @@ class BackgroundWriter:
         name: str,
         log: Callable[[str], None],
         *,
+        place: str = "their disk",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._log = log
+        self._place = place
         self._clock = clock
         self._messages: deque[str] = deque(maxlen=100)
         self._writer = make(self._messages.append)
@@ -101,7 +104,7 @@ class BackgroundWriter:
         if self._reported_since is None and silent_s >= TELL_S:
             self._reported_since = self._clock() - silent_s
             self._log(
-                f"{self._name} have not been written for {silent_s:.0f} s: their disk does not "
+                f"{self._name} have not been written for {silent_s:.0f} s: {self._place} does not "
                 f"answer; training continues, and at most {MAX_WAITING:,} points are queued"
             )
         elif self._reported_since is not None and silent_s < TELL_S:
@@ -155,8 +158,8 @@ class BackgroundWriter:
             give_up(self._name)
             num_lost = len(self._queue) - 1 + self._num_dropped
             self._log(
-                f"{self._name} could not be written to their end: their disk has not answered for "
-                f"{self.silent_s:.0f} s; {num_lost:,} points are lost"
+                f"{self._name} could not be written to their end: {self._place} has not answered "
+                f"for {self.silent_s:.0f} s; {num_lost:,} points are lost"
             )
         elif self._problem is not None:
             raise self._problem

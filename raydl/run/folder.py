@@ -32,6 +32,7 @@ from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import ConfigError, DataError
+from raydl.metrics.trackers import LINES_FILE, STATE_FILES
 from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.lock import held
@@ -39,7 +40,8 @@ from raydl.run.versions import installed_version
 from raydl.storage import Storage, below, in_words, parent_and_name
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
-_EVENTS = "events.out.tfevents"
+_CURVES = ("events.out.tfevents", STATE_FILES, LINES_FILE)
+"""Beginnings of the names of the files that a driver writes to its local folder."""
 SUBMISSION = "RAYDL_SUBMISSION"
 """Environment variable with the id of the submission, for the drivers of all its attempts."""
 _FIXED_SETTINGS = (
@@ -79,7 +81,7 @@ class RunFolder:
         self.storage = Storage(self.root)
         """While a driver holds the folder, this refuses changes once its epoch is over."""
         self._epoch: DriverEpoch | None = None
-        self._copied: dict[str, int] = {}
+        self._copied: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def held(self, *, resume: bool) -> Iterator[None]:
@@ -142,9 +144,9 @@ class RunFolder:
             return
         for name in self.storage.list_dir(""):
             local = self.path / name
-            if name.startswith(_EVENTS) and not local.exists():  # of a start on another machine
+            if name.startswith(_CURVES) and not local.exists():  # of a start on another machine
                 self.storage.copy_out(name, str(local))
-                self._copied[name] = local.stat().st_size
+                self._copied[name] = _version_of(local)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write all settings, the versions of the packages, and the submission.
@@ -208,7 +210,7 @@ class RunFolder:
         )
 
     def publish_events(self) -> None:
-        """Copy the local event files that have grown to a remote folder of the run.
+        """Copy the local files of curves that have changed to a remote folder of the run.
 
         Raises:
             OSError: a file could not be copied; the message is a sentence.
@@ -216,15 +218,21 @@ class RunFolder:
         if not self.is_remote:
             return
         try:
-            for path in sorted(self.path.glob(f"{_EVENTS}*")):
-                size = path.stat().st_size  # before the copy: later events follow next time
-                if self._copied.get(path.name) != size:
+            for path in sorted(p for p in self.path.iterdir() if p.name.startswith(_CURVES)):
+                version = _version_of(path)  # before the copy: later points follow next time
+                if self._copied.get(path.name) != version:
                     self.storage.copy_in(str(path), path.name)
-                    self._copied[path.name] = size
+                    self._copied[path.name] = version
         except OSError as error:
             raise OSError(
                 f"the curves in {self.path} could not be copied: {in_words(error)}"
             ) from error
+
+
+def _version_of(path: Path) -> tuple[int, int]:
+    """Return a pair that differs once a file has changed."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def this_submission() -> str | None:

@@ -29,6 +29,7 @@ from raydl.config import (
     ScalingConfig,
     TrainConfig,
     TrainingConfig,
+    dotted,
     to_dict,
 )
 from raydl.config.tls import check_device
@@ -56,6 +57,7 @@ from raydl.metrics import (
     Tee,
     TensorBoardWriter,
     Thinned,
+    trackers,
 )
 from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact, redact_values
@@ -156,7 +158,7 @@ def _make_writer(
     *,
     seconds_before: float,
 ) -> MetricsWriter:
-    """Return the writer of measurements: to event files, and to Ray's metrics if Ray runs.
+    """Return the writer of measurements: to event files, trackers, and Ray's metrics if Ray runs.
 
     Args:
         config: the settings.
@@ -169,15 +171,23 @@ def _make_writer(
     def make_events(is_first: bool) -> MetricsWriter:
         return TensorBoardWriter(str(folder.path), purge_after=purge_after, goes_on=not is_first)
 
-    name = f"the curves in {folder.path}"
-    events = BackgroundWriter(lambda report: Forgiving(make_events, name, report), name, log)
-    tensorboard = Thinned(events, seconds_before=seconds_before)
-    if config.scaling.max_workers == 0:
-        return tensorboard
-    from raydl.ray_backend.ray_metrics import RayMetrics  # imports Ray
+    def in_background(
+        make: Callable[[bool], MetricsWriter], name: str, place: str
+    ) -> MetricsWriter:
+        curves = BackgroundWriter(lambda r: Forgiving(make, name, r), name, log, place=place)
+        return Thinned(curves, seconds_before=seconds_before)
 
-    gauges = RayMetrics(folder.path.name, first_sample=purge_after or 0)
-    return Tee(tensorboard, Forgiving(lambda _: gauges, "Ray's metrics", log))
+    writers = [in_background(make_events, f"the curves in {folder.path}", "their disk")]
+    settings = dotted(redact_values(to_dict(config)))
+    for name in trackers.names_of(config.run.tracker):
+        make = trackers.maker_of(name, folder.path, settings)
+        writers.append(in_background(make, f"the curves in {name}", name))
+    if config.scaling.max_workers:
+        from raydl.ray_backend.ray_metrics import RayMetrics  # imports Ray
+
+        gauges = RayMetrics(folder.path.name, first_sample=purge_after or 0)
+        writers.append(Forgiving(lambda _: gauges, "Ray's metrics", log))
+    return Tee(*writers)
 
 
 _Settings = TypeVar("_Settings")
@@ -286,6 +296,7 @@ class Trainer:
         """
         method = resolve(self.config, self.rule, self.own_optimizer)
         self.config = config = filled_in(self.config, method)
+        trackers.names_of(config.run.tracker)  # raises an error if there is none of a name
         dataset = self._load_data()
         shape = dataset.train.shape
         task = task_on(self.task, shape, config)

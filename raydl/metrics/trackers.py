@@ -1,0 +1,341 @@
+"""Experiment trackers beside TensorBoard: JSON lines, MLflow, Weights & Biases.
+
+A tracker shows one run: a resumed run goes on in it, and its steps, the samples of all workers,
+only rise. Points up to the last step of an earlier start are left out, and so are points after the
+center went back. The id of a tracker's run and its last step are in ``tracker-NAME.json`` of the
+run's folder.
+
+The address and the credentials of a server come from the tracker's own environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from raydl.errors import ConfigError, UnknownNameError
+from raydl.metrics.writer import MetricsWriter
+from raydl.redaction import redact
+
+STATE_FILES, LINES_FILE = "tracker-", "metrics.jsonl"
+"""Beginning of the names of the states, and the name of the JSON lines."""
+_PROJECT = "raydl"
+"""Experiment or project, unless the environment names another."""
+_MAX_PARAM_CHARS, _MAX_PARAMS = 500, 100
+"""MLflow's limits of a parameter's value, and of parameters in one call."""
+
+
+class Tracker(Protocol):
+    """What a tracker does with the points of a run; all calls may fail."""
+
+    def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
+        """Write one point for each tag."""
+        ...
+
+    def write_text(self, name: str, markdown: str) -> None:
+        """Write a text in place of an earlier one of the name."""
+        ...
+
+    def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
+        """Write a picture, uint8, shape [H, W, 3]."""
+        ...
+
+    def finish(self) -> None:
+        """End the run."""
+        ...
+
+
+class State:
+    """The run in a tracker, in a file of the run's folder.
+
+    Args:
+        folder: the run's local folder.
+        name: name of the tracker.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"{STATE_FILES}{name}.json"
+        own = self._read()
+        self.run_id: str | None = own.get("run_id")
+        """Id of the run in the tracker; None: it has none yet."""
+        self.last_step: int = own.get("last_step", -1)
+        """The largest step that was written; -1: none."""
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            values = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):  # the machine stopped while it was written
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    def save(self) -> None:
+        """Write the file, for a start that resumes the run."""
+        new = self._path.with_name(f".{self._path.name}")
+        new.write_text(json.dumps({"run_id": self.run_id, "last_step": self.last_step}))
+        os.replace(new, self._path)
+
+
+class TrackerWriter:
+    """A ``MetricsWriter`` over a tracker, whose steps only rise.
+
+    Args:
+        tracker: the tracker.
+        state: its run.
+    """
+
+    def __init__(self, tracker: Tracker, state: State) -> None:
+        self._tracker, self._state = tracker, state
+        self._before = state.last_step  # of earlier starts
+        self._texts: dict[str, str] = {}
+        self._new_texts: set[str] = set()
+
+    def _rises(self, step: int) -> bool:
+        """Whether a point may be written; then it is noted before it is written."""
+        if step <= self._before or step < self._state.last_step:
+            return False
+        if step > self._state.last_step:
+            self._state.last_step = step
+            self._state.save()
+        return True
+
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
+        """Write one point for each tag."""
+        if self._rises(num_samples):
+            at = time.time() if unix_s is None else unix_s
+            self._tracker.write(values, step=num_samples, unix_s=at)
+
+    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+        """Note a text, without credentials of URIs; events are collected."""
+        text = redact(markdown)
+        self._texts[name] = f"{self._texts.get(name, '')}- {text}\n" if name == "events" else text
+        self._new_texts.add(name)
+
+    def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
+        """Write a picture, uint8, shape [H, W, 3]."""
+        if self._rises(num_samples):
+            self._tracker.write_image(name, pixels, step=num_samples)
+
+    def go_back(self, *, num_samples: int) -> None:
+        """Do nothing: points up to the last step are left out from now on."""
+
+    def flush(self) -> None:
+        """Write the texts."""
+        for name in sorted(self._new_texts):
+            self._tracker.write_text(name, self._texts[name])
+        self._new_texts.clear()
+
+    def close(self) -> None:
+        """Write the texts and end the run."""
+        self.flush()
+        self._tracker.finish()
+
+
+class JsonLines:
+    """Lines ``{"samples": ..., "unix_s": ..., TAG: ...}`` in a file of the run's folder.
+
+    Args:
+        folder: the run's local folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LINES_FILE
+
+    def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
+        """Write one line."""
+        finite = {name: value if np.isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"samples": step, "unix_s": round(unix_s, 3), **finite})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def write_text(self, name: str, markdown: str) -> None:
+        """Do nothing: the log and the settings are files of the run's folder already."""
+
+    def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+class Mlflow:
+    """A run of MLflow, at ``MLFLOW_TRACKING_URI``.
+
+    Args:
+        state: the run; it is created if there is none.
+        run_name: name of a new run.
+        settings: values by dotted name, the parameters of a new run.
+
+    Raises:
+        OSError: if the server cannot be reached, or refuses the run.
+    """
+
+    def __init__(self, state: State, run_name: str, settings: Mapping[str, Any]) -> None:
+        # Its own default, eight attempts of up to two minutes, would outlast the run.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        from mlflow import entities
+        from mlflow.tracking import MlflowClient
+
+        self._entities = entities
+        with _as_os_error("MLflow"):
+            self._client = MlflowClient()
+            if state.run_id is None:
+                state.run_id = self._new_run(run_name, settings)
+                state.save()
+            else:
+                self._client.update_run(state.run_id, status="RUNNING")
+        self._run_id: str = state.run_id
+
+    def _new_run(self, name: str, settings: Mapping[str, Any]) -> str:
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self._client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+        run_id: str = self._client.create_run(experiment_id, run_name=name).info.run_id
+        params = [
+            self._entities.Param(name, str(value)[:_MAX_PARAM_CHARS])
+            for name, value in settings.items()
+        ]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
+        return run_id
+
+    def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
+        """Write one point for each tag."""
+        at_ms = round(unix_s * 1000)
+        points = [self._entities.Metric(n, float(v), at_ms, step) for n, v in values.items()]
+        with _as_os_error("MLflow"):
+            self._client.log_batch(self._run_id, metrics=points)
+
+    def write_text(self, name: str, markdown: str) -> None:
+        """Write a text as the artifact NAME.md."""
+        with _as_os_error("MLflow"):
+            self._client.log_text(self._run_id, markdown, f"{name}.md")
+
+    def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
+        """Write a picture."""
+        with _as_os_error("MLflow"):
+            self._client.log_image(self._run_id, pixels, key=name, step=step)
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        with _as_os_error("MLflow"):
+            self._client.set_terminated(self._run_id)
+
+
+class WandB:
+    """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it in the run's folder.
+
+    Args:
+        state: the run; it is created if there is none.
+        folder: the run's local folder, for the files of the run.
+        settings: values by dotted name, the configuration of the run.
+
+    Raises:
+        OSError: if the run cannot begin.
+    """
+
+    def __init__(self, state: State, folder: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._wandb = wandb
+        if state.run_id is None:
+            state.run_id = uuid.uuid4().hex[:8]
+            state.save()
+        with _as_os_error("Weights & Biases"):
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", _PROJECT), id=state.run_id,
+                name=folder.name, dir=str(folder), config=dict(settings), resume="allow",
+                settings=wandb.Settings(console="off", silent=True),
+            )  # fmt: skip
+
+    def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
+        """Write one point for each tag."""
+        with _as_os_error("Weights & Biases"):
+            self._run.log({**values, "unix_s": unix_s}, step=step)
+
+    def write_text(self, name: str, markdown: str) -> None:
+        """Write a text as the file NAME.md of the run."""
+        with _as_os_error("Weights & Biases"):
+            Path(self._run.dir, f"{name}.md").write_text(markdown)
+
+    def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
+        """Write a picture."""
+        with _as_os_error("Weights & Biases"):
+            self._run.log({name: self._wandb.Image(pixels)}, step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        with _as_os_error("Weights & Biases"):
+            self._run.finish()
+
+
+@contextlib.contextmanager
+def _as_os_error(name: str) -> Iterator[None]:
+    """Turn any error of a tracker's library into an OSError in one line, which is tried again."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise OSError(f"{name}: {redact(lines[0])}") from error
+
+
+_LIBRARIES = {"jsonl": "", "mlflow": "mlflow", "wandb": "wandb"}
+"""By name of a tracker, the library that it needs; the extra has the same name."""
+
+
+def names_of(trackers: str) -> tuple[str, ...]:
+    """Return the names in a setting: ``mlflow,jsonl``; () for ``none``.
+
+    Raises:
+        UnknownNameError: if there is no tracker of a name.
+        ConfigError: if its library is not installed, or a name is there twice.
+    """
+    names = tuple(name.strip() for name in trackers.split(","))
+    if names == ("none",):
+        return ()
+    for name in names:
+        if name not in _LIBRARIES:
+            raise UnknownNameError("run.tracker", name, ("none", *_LIBRARIES))
+        library = _LIBRARIES[name]
+        if library and importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                "run.tracker",
+                f"{name} needs {library}, which is not installed: "
+                f"pip install 'elastic-raydl[{library}]'",
+            )
+    if len(set(names)) < len(names):
+        raise ConfigError("run.tracker", f"must name each tracker once, got {trackers}")
+    return names
+
+
+def maker_of(
+    name: str, folder: Path, settings: Mapping[str, Any]
+) -> Callable[[bool], MetricsWriter]:
+    """Return a function that makes the writer of a tracker, again after a failure.
+
+    Args:
+        name: name of the tracker.
+        folder: the run's local folder.
+        settings: settings of the run by dotted name, without credentials.
+    """
+
+    def make(_: bool) -> MetricsWriter:
+        state = State(folder, name)
+        if name == "mlflow":
+            return TrackerWriter(Mlflow(state, folder.name, settings), state)
+        if name == "wandb":
+            return TrackerWriter(WandB(state, folder, settings), state)
+        return TrackerWriter(JsonLines(folder), state)
+
+    return make
