@@ -20,6 +20,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from raydl.cli.config_file import Option, with_files
 from raydl.config import AUTO, TrainConfig
 from raydl.errors import ConfigError
 from raydl.redaction import redact
@@ -51,14 +52,18 @@ STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
-    """Return the settings from the options of ``train``.
+    """Return the settings from the options of ``train``, also of files (``--config FILE``).
 
     Raises:
         ConfigError: if an option is unknown, or a value is not of its type or out of range.
         SystemExit: if a value is missing, or after ``--help``.
     """
-    description = "Train a model on Ray with elastic workers."
-    return parse(TrainConfig, arguments, prog="raydl train", description=description)
+    description = (
+        "Train a model on Ray with elastic workers. --config FILE takes any of these settings from "
+        "a YAML file, or from the config.json of an earlier run; the command line wins."
+    )
+    words = with_files(arguments, dict(_options(TrainConfig)))
+    return parse(TrainConfig, words, prog="raydl train", description=description)
 
 
 def parse(
@@ -90,7 +95,8 @@ def parse(
         return_unknown_args=True,
     )
     if unknown:
-        raise ConfigError(prog, _unknown_word(unknown[0], dict(_flags(cls)), hint))
+        flags = {name: option.flag for name, option in _options(cls)}
+        raise ConfigError(prog, _unknown_word(unknown[0], flags, hint))
     return cast(_Options, options)
 
 
@@ -233,12 +239,13 @@ def _help_texts(cls: type[Any]) -> dict[str, str]:
     }
 
 
-def _flags(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name of the setting, option without the --) of each field."""
+def _options(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """Yield (dotted name of the setting, with dashes; its option) of each field."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}".replace("_", "-")
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from _flags(hints[field.name], f"{name}.")
+            yield from _options(hints[field.name], f"{name}.")
         else:
-            yield name, field.metadata.get("flag", name)
+            flag = field.metadata.get("flag", name)
+            yield name, Option(flag, is_switch=hints[field.name] is bool)

@@ -1,0 +1,89 @@
+"""Settings from a file: any option, and the command line wins."""
+
+import json
+
+import pytest
+
+from raydl import cli
+from raydl.cli import parse_train
+from raydl.config import dotted, to_dict
+from raydl.errors import ConfigError, RaydlError
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Return a function that writes a file and returns the option for it."""
+
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return ["--config", str(path)]
+
+    return write
+
+
+FORMS = [  # in the first one YAML would read 2:8 as 128
+    "optimizer: {lr: 0.25}\nmethod: {name: diloco, period: 20}\nscaling: {num_workers: 2:8}\n",
+    "optimizer.lr: 0.25\nmethod.name: diloco\nmethod.period: 20\nscaling.num-workers: [2, 8]\n",
+    "lr: 0.25\nmethod: diloco\nperiod: 20\nworkers: 2:8\n",
+]
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_a_setting_may_be_nested_dotted_or_an_option(file, text):
+    options = ["--lr", "0.25", "--method", "diloco", "--period", "20", "--workers", "2:8"]
+    assert parse_train(file(text)) == parse_train(options)
+
+
+def test_the_command_line_wins_wherever_the_file_stands(file):
+    given = file("epochs: 3\nscaling: {fork_server: false}\naugment: [flip, crop]\n")
+    for words in (["--epochs", "7", *given], [*given, "--epochs", "7"]):
+        config = parse_train(words)
+        assert config.training.epochs == 7
+        assert not config.scaling.fork_server
+        assert config.input.augmentations == ("flip", "crop")
+    assert parse_train([*given, "--scaling.fork-server"]).scaling.fork_server
+    assert parse_train([f"--config={given[1]}"]).training.epochs == 3
+    assert parse_train(file("")) == parse_train([])
+
+
+def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, capsys):
+    words = ["--data", "synthetic:64", "--model", "mlp", "--workers", "0", "--batch-size", "8"]
+    words += ["--epochs", "2", "--optimizer.clip-grad-norm", "None", "--run.progress", "none"]
+    run = tmp_path / "run"
+    assert cli.main(["train", *words, "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    config = parse_train(["--config", str(run / "config.json"), "--seed", "5"])
+    assert config.run.run_dir is None
+    assert not config.run.resume
+    before = dotted(json.loads((run / "config.json").read_text())["config"])
+    changed = {"run.run_dir", "training.seed"}
+    now = dotted(to_dict(config))
+    assert {name for name in before if before[name] != now[name]} == changed
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("optimizer: {learning_rate: 1}", "has optimizer.learning_rate, which is no setting"),
+        ("epoch: 3", "has epoch, which is no setting; did you mean epochs?"),
+        ("epochs: many", "training.epochs must be a whole number, got many"),
+        ("- epochs", "must have settings by name, as in epochs: 5"),
+        ("a: [", "is no YAML: while parsing a flow node"),
+        ("batch-size: 0", "training.batch_size must be 1 or more, got 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(file, text, sentence):
+    with pytest.raises(RaydlError) as error:
+        parse_train(file(text))
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    for words, sentence in (
+        (["--config", str(tmp_path / "no.yaml")], r"no\.yaml cannot be read: No such file"),
+        (["--epochs", "3", "--config"], "--config needs the name of a file"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            parse_train(words)
