@@ -62,8 +62,17 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
         "Train a model on Ray with elastic workers. --config FILE takes any of these settings from "
         "a YAML file, or from the config.json of an earlier run; the command line wins."
     )
-    words = with_files(arguments, dict(_options(TrainConfig)))
+    words = train_words(arguments)
     return parse(TrainConfig, words, prog="raydl train", description=description)
+
+
+def train_words(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of ``train`` with the options of files in place of ``--config FILE``.
+
+    Raises:
+        ConfigError: if a file cannot be read, or a setting in it does not exist.
+    """
+    return with_files(arguments, dict(_options(TrainConfig)))
 
 
 def parse(

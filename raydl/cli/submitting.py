@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import raydl
-from raydl.cli.options import STOPPED, Flag, parse, parse_train
+from raydl.cli.options import STOPPED, Flag, parse, parse_train, train_words
 from raydl.config.checks import require, require_positive
 from raydl.errors import ConfigError, RaydlError
 from raydl.launch import submission
@@ -78,7 +78,7 @@ def submit(arguments: Sequence[str]) -> int:
     """Submit a training run as a Ray job, and follow it."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    train_words = words[end + 1 :]
+    given = words[end + 1 :]
     options = parse(
         _SubmitOptions,
         words[:end],
@@ -89,20 +89,21 @@ def submit(arguments: Sequence[str]) -> int:
     # The ray command does not enable token authentication by itself; prepare_client does.
     ray = "ray" if "RAY_AUTH_MODE" in os.environ else "RAY_AUTH_MODE=token ray"
     if options.follow:
-        if train_words:
+        if given:
             raise ConfigError(
                 "submit.follow", "submits nothing; leave out -- and the options after it"
             )
         plan = submission.Plan(options.follow, "the folder in its log", "", True)
         submitter = submission.Submitter(_connect(options), plan)
         return _watch(options, submitter, options.follow, ray=ray)
-    plan = _plan(options, train_words)
+    plan = _plan(options, given)
     submitter = submission.Submitter(_connect(options), plan, options.retries)
     return _watch(options, submitter, ray=ray)
 
 
 def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     """Return the job to submit, after all checks that this machine can do."""
+    words = train_words(words)  # the job has no files of this machine
     name = options.run_name
     if name is not None:
         submission.check_name("submit.run_name", name)

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from raydl import cli
-from raydl.cli import parse_train
+from raydl.cli import parse_train, submitting
 from raydl.config import dotted, to_dict
 from raydl.errors import ConfigError, RaydlError
+from raydl.launch import submission
 
 
 @pytest.fixture
@@ -87,3 +88,13 @@ def test_a_file_that_is_missing_is_named(tmp_path):
     ):
         with pytest.raises(ConfigError, match=sentence):
             parse_train(words)
+
+
+def test_a_job_gets_the_settings_of_the_file(file, monkeypatch):
+    planned = []
+    monkeypatch.setattr(submission, "plan_run", lambda words, *_, **__: planned.extend(words))
+    monkeypatch.setattr(submitting, "_connect", lambda options: None)
+    monkeypatch.setattr(submission, "Submitter", lambda *_: None)
+    monkeypatch.setattr(submitting, "_watch", lambda *_, **__: 0)
+    assert cli.main(["submit", "--", *file("epochs: 3\nworkers: 2\n"), "--epochs", "7"]) == 0
+    assert planned == ["--epochs", "3", "--workers", "2", "--epochs", "7"]
