@@ -510,7 +510,7 @@ def test_a_comparison_writes_and_prints_none(tmp_path, digits, capfd):
             folder.write_result(figures())
         return figures()
 
-    command = f"python jobs/compare.py --data {digits}"
+    command = f"raydl compare --data {digits}"
     assert compare(comparison, fit=fit, command=command) == 1
     out = "".join(capfd.readouterr())
     assert SECRET not in out

@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
+from raydl.cli.comparing import compare, weak_scaling
+from raydl.cli.completion import completion
 from raydl.cli.data import data_command
 from raydl.cli.listing import list_methods, list_models
 from raydl.cli.options import STOPPED, list_commands, parse_train
 from raydl.cli.planning import plan
 from raydl.cli.reporting import report
-from raydl.cli.runs import check, remove, score, status
+from raydl.cli.runs import check, list_runs, logs, remove, score, status, stop
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
@@ -33,15 +35,21 @@ _RAY_SHUTDOWN_S = 10.0
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "submit": submit,
+    "list": list_runs,
     "status": status,
+    "logs": logs,
     "remove": remove,
+    "stop": stop,
     "evaluate": score,
     "check": check,
     "report": report,
+    "compare": compare,
+    "weak-scaling": weak_scaling,
     "plan": plan,
     "data": data_command,
     "methods": list_methods,
     "models": list_models,
+    "completion": completion,
 }
 
 

@@ -47,8 +47,8 @@ _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
 }
 """By kind of a value: its placeholder in the help, its name in a sentence, its parser."""
 _KIND_OF_SETTING = {"method.period": "period", "scaling.num_workers": "workers"}
-STOPPED = {"SIGINT": 130, "SIGTERM": 143}
-"""Exit status by the signal that stopped a command."""
+STOPPED = {"SIGINT": 130, "SIGTERM": 143, "raydl stop": 143}
+"""Exit status by what stopped a command."""
 
 
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
@@ -135,7 +135,7 @@ def list_commands(
         given: first word of the user; a word with a dash, as ``--help``, is not an error.
         below: name of the parent command, followed by a blank.
     """
-    lines = [usage, "", *(f"  {name:10} {command.__doc__}" for name, command in commands.items())]
+    lines = [usage, "", *(f"  {name:12} {command.__doc__}" for name, command in commands.items())]
     if not given.startswith("-"):
         near = difflib.get_close_matches(given, commands, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -246,6 +246,11 @@ def _help_texts(cls: type[Any]) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
+
+
+def flags_of_train() -> list[str]:
+    """Return the options of ``train``, without the --."""
+    return [option.flag for _, option in _options(TrainConfig)]
 
 
 def _options(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Option]]:

@@ -1,4 +1,4 @@
-"""Commands for the folder of a run: ``raydl evaluate``, ``check``, ``status``, ``remove``."""
+"""Commands for the folders of runs: ``raydl list``, ``status``, ``logs``, ``stop``, and so on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import select
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -145,3 +146,83 @@ def remove(arguments: Sequence[str]) -> int:
 
     print_lines(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _StopOptions:
+    run: RunArgument
+    """Folder of the run, a path or URI."""
+    timeout_s: float = 30.0
+    """Longest wait for the driver's answer, in seconds."""
+
+
+def stop(arguments: Sequence[str]) -> int:
+    """Stop a run after its round, with a checkpoint, from any machine that can write its folder."""
+    options = parse(_StopOptions, arguments, prog="raydl stop", description=stop.__doc__)
+    from raydl.run.control_channel import request_stop
+
+    print_lines(request_stop(options.run, timeout_s=options.timeout_s))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _ListOptions:
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = "runs"
+    """Folder with runs, a path or URI."""
+
+
+def list_runs(arguments: Sequence[str]) -> int:
+    """List the runs below a folder, and how they are."""
+    options = parse(_ListOptions, arguments, prog="raydl list", description=list_runs.__doc__)
+    from raydl.run.control_channel import statuses_in
+
+    statuses = statuses_in(options.folder)
+    if not statuses:
+        print_lines(f"no run is in {options.folder}")
+        return 0
+    head = ("run", "state", "workers", "epoch", "samples", "time", "center accuracy")
+    print_table(head, [_row(name, s) for name, s in statuses], numbers=head[2:])
+    return 0
+
+
+def _row(name: str, status: RunStatus | None) -> tuple[str, ...]:
+    if status is None:
+        return name, "unknown: it has no status", "", "", "", "", ""
+    silent = f"; silent for {clock_text(status.silent_s)}" if status.is_stale else ""
+    at, accuracy = status.progress, status.center_accuracy
+    return (
+        name, f"{status.state}{silent}", "" if status.is_final else str(status.num_workers),
+        f"{at.epoch:.1f}", f"{at.num_samples:,}", clock_text(at.seconds),
+        "-" if accuracy is None else f"{accuracy:.2%}",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _LogsOptions:
+    run: RunArgument
+    """Folder of the run, a path or URI."""
+    follow: Flag = False
+    """Print further events until the run has ended."""
+
+
+_FOLLOW_S = 2.0
+"""Seconds between two looks at a run that is followed."""
+
+
+def logs(arguments: Sequence[str]) -> int:
+    """Print the events of a run: workers that come and go, checkpoints, faults, warnings."""
+    options = parse(_LogsOptions, arguments, prog="raydl logs", description=logs.__doc__)
+    from raydl.tools.report.facts import read_run
+
+    printed = 0
+    while True:
+        run = read_run(options.run)
+        has_ended = run.status is None or run.status.is_final
+        for event in run.history.events[printed:]:
+            at = f"[{clock_text(event.seconds)}] {event.samples:,} samples: "
+            print_lines(f"{at}{event.sentence}")
+        sys.stdout.flush()
+        printed = len(run.history.events)
+        if has_ended or not options.follow:
+            return 0
+        time.sleep(_FOLLOW_S)

@@ -5,9 +5,9 @@
         requests/ID/request.json   a request of a user
         answers/ID/answer.json     the driver's answer
 
-So ``raydl status`` and ``raydl remove`` work wherever the run's folder can be read, on a shared
+So ``raydl status``, ``remove`` and ``stop`` work wherever the run's folder can be read, on a shared
 disk or an object store, without joining the Ray cluster. The driver has a ``ControlChannel``; its
-users call ``read_status`` and ``request_removal``.
+users call ``read_status``, ``request_removal`` and ``request_stop``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from typing import Any
 from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.run.folder import NO_RUN, open_run
 from raydl.run.status import RunStatus, WorkerStatus, from_json, to_json
-from raydl.storage import SilenceMonitor, Storage, in_words
+from raydl.storage import SilenceMonitor, Storage, below, in_words
 
 __all__ = [
     "ControlChannel", "Request", "RunStatus", "WorkerStatus", "read_status", "request_removal",
+    "request_stop", "statuses_in",
 ]  # fmt: skip
 
 EVERY_S = 1.0
@@ -49,10 +50,11 @@ _ANSWER = "answers/{}/answer.json"
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request to remove a worker."""
+    """A user's request to remove a worker, or to stop the run."""
 
     id: str
-    worker_id: str
+    worker_id: str | None
+    """None: stop the run."""
 
 
 # the driver
@@ -233,11 +235,12 @@ class ControlChannel:
                 continue
             try:
                 request = json.loads(self._storage.read_bytes(_REQUEST.format(request_id)))
-                is_mine, worker_id = request["driver"] == self.driver, str(request["remove"])
+                is_mine = request["driver"] == self.driver
+                worker_id = None if request.get("stop") else str(request["remove"])
             except FileNotFoundError:
                 continue  # withdrawn, or not written yet: then the next poll finds it
             except (ValueError, KeyError, TypeError):
-                is_mine, worker_id = False, ""
+                is_mine, worker_id = False, None
             self._received.add(request_id)
             with self._changed:
                 if is_mine:
@@ -308,18 +311,79 @@ def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> 
         RaydlError: there is no such run or worker, the folder cannot be read or written, the
             run has ended, or its driver is silent, did not answer, or refused.
     """
-    status = read_status(folder)
-    if status.is_final:
-        raise RaydlError(f"the run in {folder} has ended ({status.state}): no worker is left")
-    if status.is_stale:
-        raise RaydlError(status.stale_sentence())
+    status = _status_of_live(folder, "no worker is left")
     names = [w.worker_id for w in status.workers]
     if worker_id not in names:
         more = len(names) - _MOST_LISTED
         rest = f" and {more} more: see raydl status" if more > 0 else ""
         known = f"{', '.join(names[:_MOST_LISTED])}{rest}" if names else "none yet"
         raise ConfigError(folder, f"has no worker {worker_id!r}; it has {known}")
-    request = {"driver": status.driver, "remove": worker_id}
+    return _ask(folder, {"driver": status.driver, "remove": worker_id}, timeout_s)
+
+
+def request_stop(folder: str, *, timeout_s: float = 30.0) -> str:
+    """Request the end of a run, with a checkpoint, and return the answer of the driver.
+
+    Args:
+        folder: the run's folder, a path or URI.
+        timeout_s: time-out for the answer, in seconds.
+
+    Raises:
+        RaydlError: there is no such run, the folder cannot be read or written, the run has ended,
+            or its driver is silent or did not answer.
+    """
+    status = _status_of_live(folder, "there is nothing to stop")
+    return _ask(folder, {"driver": status.driver, "stop": True}, timeout_s)
+
+
+def _status_of_live(folder: str, nothing: str) -> RunStatus:
+    """Return the status of a run whose driver is alive.
+
+    Args:
+        folder: the run's folder, a path or URI.
+        nothing: end of the sentence about a run that has ended.
+
+    Raises:
+        RaydlError: the run has ended, or its driver is silent.
+    """
+    status = read_status(folder)
+    if status.is_final:
+        raise RaydlError(f"the run in {folder} has ended ({status.state}): {nothing}")
+    if status.is_stale:
+        raise RaydlError(status.stale_sentence())
+    return status
+
+
+def statuses_in(folder: str) -> list[tuple[str, RunStatus | None]]:
+    """Return (name, status) of each run directly below a folder, by name, without a wait.
+
+    The status is None if it cannot be read. One whose driver was silent for long is marked so, by
+    the clocks of both machines.
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
+    storage = Storage(folder)
+    try:
+        names = sorted(
+            name for name in storage.list_dir("") if storage.exists(f"{name}/config.json")
+        )
+    except OSError as error:
+        raise DataError(folder, f"it cannot be listed: {in_words(error)}") from error
+    return [(name, _status_now(below(folder, name))) for name in names]
+
+
+def _status_now(folder: str) -> RunStatus | None:
+    try:
+        status = _read(Storage(folder))
+    except DataError:
+        return None
+    age_s = time.time() - status.told_at
+    is_silent = not status.is_final and age_s > STALE_S
+    return replace(status, silent_s=age_s if is_silent else 0.0)
+
+
+def _ask(folder: str, request: dict[str, Any], timeout_s: float) -> str:
     try:
         answer = _send(open_run(folder).storage, request, timeout_s)
     except OSError as error:
@@ -334,7 +398,7 @@ def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> 
     return str(answer["sentence"])
 
 
-def _send(storage: Storage, request: dict[str, str], timeout_s: float) -> dict[str, Any] | None:
+def _send(storage: Storage, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
     """Write a request and return its answer, or None; delete the files of both."""
     request_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
     until = time.monotonic() + timeout_s

@@ -112,11 +112,22 @@ def run_to_end(
             controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
             control_channel.report(view.status)
             for request in control_channel.pop_requests():
-                ok, sentence = remove(controller, request.worker_id, config=config)
+                if request.worker_id is None:
+                    ok, sentence = stop(controller)
+                else:
+                    ok, sentence = remove(controller, request.worker_id, config=config)
                 control_channel.answer(request, sentence, ok=ok)
             if problem := control_channel.pop_problem():
                 recorder.event(problem)
     control_channel.report(view.status, at_once=True)
+
+
+def stop(controller: Controller) -> tuple[bool, str]:
+    """Stop the run after its round, if it goes on; return (whether it stops, a sentence)."""
+    if controller.state in (State.FINISHING, State.DONE):
+        return False, "the run is about to end by itself"
+    controller.request_stop(STOP_COMMAND)
+    return True, "the run stops after this round, with a checkpoint; --resume continues it"
 
 
 def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tuple[bool, str]:
@@ -190,6 +201,8 @@ def _make_writer(
     return Tee(*writers)
 
 
+STOP_COMMAND = "raydl stop"
+"""Reason of an early end that a user requested."""
 _Settings = TypeVar("_Settings")
 
 

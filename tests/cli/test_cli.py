@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -417,3 +418,25 @@ def test_lenet_has_the_published_number_of_parameters():
         import torch
 
         assert model(torch.from_numpy(images)).shape == (2, 7)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["raydl", "we"], ["weak-scaling"]),
+        (["raydl", "train", "--method", "async-d"], ["async-diloco"]),
+        (["raydl", "train", "--model", "resnet2"], ["resnet20"]),
+        (["raydl", "train", "--spa"], ["--spares"]),
+        (["raydl", "status", "--spa"], []),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(words, completed, capsys):
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    quoted = " ".join(map(shlex.quote, words))
+    script += f"\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _raydl"
+    script += '\nprintf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == completed
+    assert done.stderr == ""

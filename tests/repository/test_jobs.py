@@ -18,7 +18,7 @@ from clusters import free_port, free_ports
 from processes import command_of, environment_of, kill_with_descendants, processes_that
 from repository import ROOT
 
-from jobs import weak_scaling
+from raydl import cli
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
@@ -78,7 +78,7 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
     ],
 )
 def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence, capsys):
-    assert weak_scaling.main(options) == 2
+    assert cli.main(["weak-scaling", *options]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {sentence}")
     assert told.count("\n") == 1

@@ -1,7 +1,6 @@
 """Comparisons, with fake runs for the decisions and a real one in this process."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -11,6 +10,8 @@ from comparisons import figures_of as figures
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from raydl import cli
+from raydl.cli.comparing import parse_own
 from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
@@ -53,14 +54,6 @@ class FakeFit:
 
 def report(tmp_path):
     return (tmp_path / "out/comparison.md").read_text()
-
-
-def job(root):
-    """Return jobs/compare.py as a module."""
-    spec = importlib.util.spec_from_file_location("compare_job", root / "jobs/compare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -282,10 +275,10 @@ def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     assert never["compare/accuracy"] == pytest.approx(0.6)
 
 
-def test_options_of_train_apply_to_all_runs(root):
-    parse = job(root).parse
+def test_options_of_train_apply_to_all_runs():
     options = ["--methods", "diloco", "--seeds", "4", "--samples", "9", "--exchange.timeout-s", "7"]
-    found = parse([*options, "--workers", "4", "--target", "0.9"])
+    words = [*options, "--workers", "4", "--target", "0.9"]
+    found = parse_own(Comparison, words, prog="raydl compare")
     assert (found.methods, found.seeds, found.target) == ("diloco", 4, 0.9)
     assert found.base.training.samples == 9
     assert found.base.scaling.num_workers == 4
@@ -311,18 +304,18 @@ def test_options_of_train_apply_to_all_runs(root):
         ),
     ],
 )
-def test_wrong_options_give_one_sentence(root, capsys, options, sentence):
-    assert job(root).main(options.split()) == 2
+def test_wrong_options_give_one_sentence(capsys, options, sentence):
+    assert cli.main(["compare", *options.split()]) == 2
     text = capsys.readouterr().err
     assert text.startswith(f"error: {sentence}")
     assert text.count("\n") == 1
 
 
-def test_a_real_comparison_writes_all_files_and_its_figures_agree(tmp_path, root, capsys):
+def test_a_real_comparison_writes_all_files_and_its_figures_agree(tmp_path, capsys):
     out = tmp_path / "out"
     options = "--methods sync-easgd,sync-sgd --workers 0 --data synthetic:96 --model mlp"
     options += f" --samples 960 --batch-size 16 --seeds 2 --target 0.9 --out {out}"
-    assert job(root).main(options.split()) == 0
+    assert cli.main(["compare", *options.split()]) == 0
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir {out}" in printed
     files = {"comparison.md", "comparison.json", *reports.PICTURES}
