@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from raydl.ray_backend.lightning_callback import LightningCallback
     from raydl.ray_backend.transformers_trainer import attach_trainer
     from raydl.ray_backend.user_group import init_collective_group
-    from raydl.run.trainer import Result, Trainer
+    from raydl.run.result import Result
+    from raydl.run.trainer import Trainer
     from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
 
 _MODULES = {
@@ -58,7 +59,7 @@ _MODULES = {
     "attach_trainer": "ray_backend.transformers_trainer",
     "LightningCallback": "ray_backend.lightning_callback",
     "init_collective_group": "ray_backend.user_group",
-    "Result": "run.trainer",
+    "Result": "run.result",
     "Trainer": "run.trainer",
 }
 

@@ -30,7 +30,7 @@ from raydl.redaction import has_credentials, redact, redact_values
 from raydl.run.evaluate import score_run
 from raydl.run.folder import RunFolder
 from raydl.run.lock import held, wait_until_free
-from raydl.run.trainer import Result
+from raydl.run.result import Result, RunCheckpoint
 from raydl.storage import Storage
 from raydl.tools.comparison import Comparison, compare
 from raydl.tools.comparison.runner import load_complete
@@ -436,10 +436,12 @@ def test_the_warning_of_old_checkpoints_shows_no_credentials(tmp_path, monkeypat
 
 
 def test_the_place_of_a_result_can_be_opened_and_its_text_shown():
-    result = Result({"samples": 1}, f"file:///kept/first{QUERY}", f"file:///kept/x{QUERY}", "")
+    path = f"file:///kept/first{QUERY}"
+    result = Result({"samples": 1}, path, RunCheckpoint(path, "round-3"), "")
     assert SECRET in result.path
     assert repr(result) == (
-        "Result(metrics={'samples': 1}, path='file:///kept/first', checkpoint='file:///kept/x', "
+        "Result(metrics={'samples': 1}, path='file:///kept/first', checkpoint="
+        "RunCheckpoint('file:///kept/first/checkpoints/round-3'), "
         "stopped_by='')"
     )
 

@@ -374,17 +374,21 @@ class CheckpointStore:
             workers=workers,
         )
 
-    def read_center(self) -> tuple[dict[str, Tensor], int]:
-        """Return the newest center under the model's own names, and its round.
+    def read_center(self, name: str | None = None) -> tuple[dict[str, Tensor], int]:
+        """Return a center under the model's own names, and its round.
+
+        Args:
+            name: name of the checkpoint; None: the newest.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
         names = self.names()
-        if not names:
-            raise CheckpointError(below(self.root, _FOLDER), "there is none to read")
-        manifest = self._manifest(names[-1])
-        center, _ = tensor_files.parse(self._file(names[-1], "center.safetensors", manifest))
+        if not names or (name is not None and name not in names):
+            raise CheckpointError(below(self.root, _FOLDER), f"there is no {name or 'checkpoint'}")
+        name = name or names[-1]
+        manifest = self._manifest(name)
+        center, _ = tensor_files.parse(self._file(name, "center.safetensors", manifest))
         return center, manifest["round"]
 
     def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:

@@ -10,7 +10,7 @@ from raydl.cli.options import STOPPED, parse_train, print_lines
 from raydl.ray_backend import session as ray_session
 
 if TYPE_CHECKING:
-    from raydl.run.trainer import Result
+    from raydl.run.result import Result
 
 _NO_METRICS = ("round", "samples", "seconds")
 """Values of an evaluation that are no metrics of the task."""

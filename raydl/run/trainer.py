@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -60,7 +59,7 @@ from raydl.metrics import (
     trackers,
 )
 from raydl.ray_backend import session as ray_session
-from raydl.redaction import redact, redact_values
+from raydl.redaction import redact_values
 from raydl.run.control_channel import ControlChannel
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder
@@ -68,9 +67,10 @@ from raydl.run.local_worker_group import LocalWorkerGroup
 from raydl.run.preflight import PreflightResult, try_model
 from raydl.run.progress_reporter import make_reporter
 from raydl.run.recorder import RunRecorder
+from raydl.run.result import Result
 from raydl.run.resume import Start
 from raydl.run.view import EventLog, RunView
-from raydl.storage import Storage, below, entered_within, within
+from raydl.storage import Storage, entered_within, within
 from raydl.tasks import ModelAndLoss, OwnFactory, OwnLoss, Task, checked_task, task_on
 from raydl.text import config_as_markdown
 from raydl.worker.evaluator import Evaluator
@@ -204,25 +204,6 @@ def _make_writer(
 STOP_COMMAND = "raydl stop"
 """Reason of an early end that a user requested."""
 _Settings = TypeVar("_Settings")
-
-
-@dataclass(frozen=True)
-class Result:
-    """Result of a run, with the names of Ray Train."""
-
-    metrics: dict[str, Any]
-    """The figures of ``result.json``."""
-    path: str
-    """Path of the run's folder; a URI has its credentials, so that it can be opened."""
-    checkpoint: str
-    """Path of the newest checkpoint, like ``path``."""
-    stopped_by: str
-    """Reason for an early end; empty if the run finished."""
-
-    def __repr__(self) -> str:
-        """Return all fields, without credentials of URIs."""
-        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return redact(f"{type(self).__name__}({values})")
 
 
 class Trainer:
@@ -570,6 +551,5 @@ def _finish(
 
 
 def _result_of(start: Start, metrics: dict[str, Any]) -> Result:
-    names = within(start.folder.storage, start.store.names)
-    newest = below(start.folder.root, f"checkpoints/{names[-1]}") if names else ""
-    return Result(metrics, start.folder.root, newest, metrics["stopped_by"])
+    folder = start.folder
+    return within(folder.storage, lambda: Result.of(metrics, folder.root, start.store))

@@ -12,6 +12,7 @@ from raydl.cli import resume_job
 from raydl.run import trainer
 from raydl.run.folder import RunFolder
 from raydl.run.lock import held
+from raydl.run.result import Result
 from raydl.storage import Storage
 
 
@@ -109,7 +110,7 @@ def test_resume_needs_a_config_of_raydl_and_a_run_that_has_not_ended(tmp_path, c
     [("s3://b/runs/a?region=eu", "runs/a"), ("/shared/a", "/shared/a"), ("runs/a", "runs/a")],
 )
 def test_a_stopped_run_is_resumed_by_its_folder_and_not_a_uri(capsys, monkeypatch, path, place):
-    result = trainer.Result({"samples": 1}, path, "", "SIGTERM")
+    result = Result({"samples": 1}, path, None, "SIGTERM")
     monkeypatch.setattr(trainer.Trainer, "fit", lambda self: result)
     assert cli.main(["train"]) == 143
     assert f"the same command with --run-dir {place} --resume\n" in capsys.readouterr().out
