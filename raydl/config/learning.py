@@ -10,7 +10,7 @@ from typing import Any
 from raydl.config.checks import require, require_positive
 from raydl.errors import ConfigError, UnknownNameError
 
-SCHEDULES = ("cosine", "linear", "constant", "step", "plateau")
+SCHEDULES = ("cosine", "linear", "constant", "step", "wsd", "plateau")
 """Learning-rate schedules."""
 
 PRECISIONS = ("float32", "bf16")
@@ -85,12 +85,15 @@ class OptimizerConfig:
     others the optimizer's default."""
     lr_schedule: str = field(default="cosine", metadata={"flag": "lr-schedule"})
     """Learning-rate schedule: cosine or linear (both decay to 0), constant, step (multiplied by
-    gamma at each milestone), or plateau (multiplied by gamma when the center stops improving)."""
+    gamma at each milestone), wsd (constant, at last linearly to 0), plateau (multiplied by gamma
+    when the center stops improving), or your own module:function of the share of the run."""
     warmup: float = 0.05
     """Share of the run, in [0, 1), during which the learning rate rises from 0."""
     milestones: str = "0.5,0.75"
     """Shares of the run at which the step schedule multiplies the learning rate by gamma, separated
     by commas."""
+    decay: float = 0.2
+    """Share of the run, in (0, 1], at whose end the wsd schedule lowers the learning rate to 0."""
     gamma: float = 0.1
     """Factor of the learning rate at each drop of the step and plateau schedules, in (0, 1)."""
     patience: int = 3
@@ -115,7 +118,7 @@ class OptimizerConfig:
             if value is not None:
                 require_positive(f"optimizer.{name}", value)
         require(0 <= self.warmup < 1, "optimizer.warmup", "in [0, 1)", self.warmup)
-        if self.lr_schedule not in SCHEDULES:
+        if self.lr_schedule not in SCHEDULES and ":" not in self.lr_schedule:
             raise UnknownNameError("optimizer.lr_schedule", self.lr_schedule, SCHEDULES)
         momentum, decay = self.momentum, self.weight_decay
         require(momentum is None or 0 <= momentum < 1, "optimizer.momentum", "in [0, 1)", momentum)
@@ -126,6 +129,12 @@ class OptimizerConfig:
 
     def _check_lr_schedule(self) -> None:
         require(0 < self.gamma < 1, "optimizer.gamma", "in (0, 1)", self.gamma)
+        require(0 < self.decay <= 1, "optimizer.decay", "in (0, 1]", self.decay)
+        if self.lr_schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ConfigError(
+                "optimizer.decay",
+                f"must leave room for the warm-up of {self.warmup}, got {self.decay}; lower one",
+            )
         require(self.patience >= 0, "optimizer.patience", "0 or more", self.patience)
         shares = self.milestone_shares
         require(

@@ -20,6 +20,8 @@ class RunConfig:
     """Folder or URI (s3://, gs://, …) that keeps the run; a run in runs/NAME is kept as NAME."""
     progress: str = "auto"
     """Output in the terminal: auto, panel, plain or none."""
+    log_format: str = field(default="text", metadata={"flag": "log-format"})
+    """Form of the output: text, or json: a line of JSON for each event and every few seconds."""
     tracker: str = field(default="none", metadata={"flag": "tracker"})
     """Experiment trackers beside TensorBoard, separated by commas: jsonl, mlflow, wandb; or none.
     Servers and credentials come from their own environment variables."""
@@ -30,6 +32,14 @@ class RunConfig:
         choices = ("auto", "panel", "plain", "none")
         require(
             self.progress in choices, "run.progress", f"one of {', '.join(choices)}", self.progress
+        )
+        formats = ("text", "json")
+        require(self.log_format in formats, "run.log_format", "text or json", self.log_format)
+        require(
+            self.log_format == "text" or self.progress != "panel",
+            "run.log_format",
+            "text with run.progress panel",
+            self.log_format,
         )
         require(self.run_dir != "", "run.run_dir", "the name of a folder", "an empty one")
         if "://" in str(self.run_dir):

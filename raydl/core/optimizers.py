@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -290,17 +291,48 @@ def lr_at(config: OptimizerConfig, share_done: float, *, num_cuts: int = 0) -> f
         num_cuts: cuts of the rate so far, for the schedule ``plateau``.
     """
     assert config.lr is not None
+    if ":" in config.lr_schedule:
+        return config.lr * float(_own_schedule(config.lr_schedule)(share_done))
     factor = lr_factor(
         config.lr_schedule,
         share_done,
         warmup=config.warmup,
         milestones=config.milestone_shares,
         gamma=config.gamma,
+        decay=config.decay,
     )
     return float(config.lr * factor * config.gamma**num_cuts)
 
 
+@functools.cache
+def _own_schedule(name: str) -> Callable[[float], float]:
+    """Return the user's function of the share of the run, 0..1."""
+    schedule: Callable[[float], float] = load_own("optimizer.lr_schedule", name)
+    return schedule
+
+
 # checks before any process starts
+
+
+def check_lr_schedule(config: OptimizerConfig) -> None:
+    """Raise a ConfigError unless a user's own schedule gives factors of 0 or more."""
+    if ":" not in config.lr_schedule:
+        return
+    own = _own_schedule(config.lr_schedule)
+    for share in (0.0, 0.5, 1.0):
+        try:
+            factor = float(own(share))
+        except Exception as error:
+            raise ConfigError(
+                "optimizer.lr_schedule",
+                f"{config.lr_schedule} must return the factor of the learning rate at a share of "
+                f"the run, but for {share} it raised {type(error).__name__}: {error}",
+            ) from error
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ConfigError(
+                "optimizer.lr_schedule",
+                f"{config.lr_schedule} must return 0 or more, but for {share} it gave {factor}",
+            )
 
 
 def as_config(
@@ -394,6 +426,7 @@ def default_lr(config: OptimizerConfig, own: OwnOptimizer | None) -> float:
 
 def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
     """Raise a ConfigError if the optimizer does not accept its settings."""
+    check_lr_schedule(config)
     if own is None:
         _check_named(config)
         is_rprop = config.name == "rprop"

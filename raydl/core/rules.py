@@ -119,6 +119,7 @@ def lr_factor(
     warmup: float = 0.0,
     milestones: Sequence[float] = (),
     gamma: float = 0.1,
+    decay: float = 0.2,
 ) -> float:
     """Return the factor of the learning rate, 0..1.
 
@@ -126,13 +127,15 @@ def lr_factor(
 
     Args:
         schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``, ``step``
-            (times gamma at each milestone), or ``plateau`` (constant; its cuts depend on scores,
-            not on the share of the run).
+            (times gamma at each milestone), ``wsd`` (warm-up, stable, decay: 1, at last 1 to 0;
+            Hu et al., arXiv 2404.06395), or ``plateau`` (constant; its cuts depend on scores, not
+            on the share of the run).
         share_done: share of the run that is done by all workers, 0..1; the schedule is therefore
             the same for any number of workers.
         warmup: share of the run for the warm-up, in [0, 1).
         milestones: shares of the whole run, after the warm-up.
         gamma: factor of each milestone.
+        decay: share of the run for the decay of ``wsd``, its last part.
     """
     if share_done < warmup:
         return share_done / warmup
@@ -141,6 +144,8 @@ def lr_factor(
         return 0.5 * (1 + math.cos(math.pi * share))
     if schedule == "step":
         return gamma ** sum(share_done >= milestone for milestone in milestones)
+    if schedule == "wsd":
+        return min(1.0, (1 - share_done) / decay)
     return 1 - share if schedule == "linear" else 1.0
 
 

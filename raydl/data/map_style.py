@@ -220,7 +220,7 @@ def is_map_style(data: Any) -> bool:
     """Whether something is a map-style data set, or a loader of one."""
     data = _dataset_of(data)
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(
-        data, (str, bytes, Mapping, torch_data.IterableDataset)
+        data, (str, bytes, Mapping, Tensor, np.ndarray, torch_data.IterableDataset)
     )  # fmt: skip
 
 

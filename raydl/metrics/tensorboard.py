@@ -47,6 +47,7 @@ LINES: dict[str, dict[str, list[str]]] = {
 }
 """The page *Custom Scalars* from top to bottom: category, chart, patterns of its curves."""
 
+_FIRST_COUNT = 100_000
 STACKED = ("Time in eight parts", "seconds per worker, stacked: one band for each part")
 """Category and title of the stacked chart."""
 
@@ -90,6 +91,7 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         _require_space(log_dir)
+        _count_in_six_digits()
         # TensorBoard ignores the first purge mark in a folder. The first start writes one, too, so
         # that the mark of a resumed start is not the first.
         purge_step = purge_after + 1 if purge_after else 0
@@ -149,6 +151,20 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def _count_in_six_digits() -> None:
+    """Let names of event files sort by age, also those of one second.
+
+    They end in a counter of the process, and are read in the order of their names as text: 10 would
+    come before 9.
+    """
+    from tensorboard.summary.writer import event_file_writer
+
+    with contextlib.suppress(AttributeError):  # in another version of TensorBoard
+        counter = event_file_writer._global_uid
+        if counter.get() < _FIRST_COUNT:
+            event_file_writer._global_uid = type(counter)(_FIRST_COUNT)
 
 
 def _require_space(folder: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +18,8 @@ from rich.text import Text
 from raydl.core.progress import Progress
 from raydl.text import clock_text
 
+LOGGER = "raydl"
+"""Name of the logger of Python's ``logging`` that receives every event."""
 _PLAIN_EVERY_S = 5.0
 _DASH = "-"
 
@@ -121,6 +124,42 @@ class PlainLines:
         """Do nothing: the lines stay."""
 
 
+class JsonLines:
+    """Prints a line of JSON for each event, and for the progress every few seconds.
+
+    Args:
+        console: the output.
+        clock: the time in seconds, from any origin.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._shown_at = float("-inf")
+
+    def update(self, view: ProgressView) -> None:
+        """Print the progress, if the last one is old."""
+        now = self._clock()
+        if now - self._shown_at < _PLAIN_EVERY_S:
+            return
+        self._shown_at = now
+        values = asdict(view)
+        self._print({**values.pop("progress"), **values, "eta_s": view.eta_s})
+
+    def event(self, sentence: str) -> None:
+        """Print the sentence."""
+        self._print({"event": sentence})
+
+    def _print(self, values: Mapping[str, Any]) -> None:
+        line = json.dumps(
+            {"unix_s": round(time.time(), 3), "logger": LOGGER, **values}, default=float
+        )
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Do nothing: the lines stay."""
+
+
 class LivePanel:
     """A panel that shows the progress, with the events above it.
 
@@ -195,11 +234,18 @@ class _RaisingConsole(Console):
         raise BrokenPipeError("the reader of the output is closed")
 
 
-def make_reporter(kind: str) -> ProgressReporter:
-    """Return the progress display: ``auto`` (a panel on a terminal), panel, plain or none."""
+def make_reporter(kind: str, *, log_format: str = "text") -> ProgressReporter:
+    """Return the progress display.
+
+    Args:
+        kind: ``auto`` (a panel on a terminal), ``panel``, ``plain`` or ``none``.
+        log_format: ``text``, or ``json``, which takes the place of all but ``none``.
+    """
     console = _RaisingConsole(stderr=False)
     if kind == "none":
         return Silent()
+    if log_format == "json":
+        return JsonLines(console)
     if kind == "panel" or (kind == "auto" and console.is_terminal):
         return LivePanel(console)
     return PlainLines(console)

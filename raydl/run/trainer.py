@@ -414,7 +414,7 @@ class Trainer:
         """Open the recorder, log the messages of the start, and close the recorder at the end."""
         config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.progress.num_samples if config.run.resume else None
-        log = EventLog(make_reporter(config.run.progress))
+        log = EventLog(make_reporter(config.run.progress, log_format=config.run.log_format))
         recorder = RunRecorder(
             config,
             num_train=snapshot.ledger["num_samples"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from raydl.elastic.run_state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import RaydlError
 from raydl.redaction import redact
-from raydl.run.progress_reporter import ProgressReporter, ProgressView, Silent
+from raydl.run.progress_reporter import LOGGER, ProgressReporter, ProgressView, Silent
 from raydl.run.recorder import RunRecorder
 from raydl.run.status import RunStatus, WorkerStatus
 from raydl.text import clock_text, escape_controls
@@ -59,6 +60,7 @@ class EventLog:
         """Show and keep a sentence, without credentials of URIs."""
         sentence = escape_controls(redact(sentence))
         self._lines.append(f"{clock_text(self._clock() - self._began_at)} {sentence}")
+        logging.getLogger(LOGGER).info("%s", sentence)
         self._show(lambda progress: progress.event(sentence))
 
     def close(self) -> None:

@@ -11,10 +11,11 @@ from stages import Stage, scored
 
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig
-from raydl.core.optimizers import lr_at
+from raydl.core.optimizers import check_optimizer, lr_at
 from raydl.core.rules import lr_factor
 from raydl.core.worker_group import Collected, Lost, Published, WorkerReady
 from raydl.elastic.plateau import Plateau
+from raydl.errors import ConfigError, UnknownNameError
 
 SHARES = [i / 20 for i in range(20)]
 
@@ -54,6 +55,47 @@ def test_the_rate_depends_on_the_share_of_the_run_and_the_number_of_cuts():
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.1, 0.1])
     plateau = OptimizerConfig(lr=0.4, lr_schedule="plateau", gamma=0.5, warmup=0.0)
     assert [lr_at(plateau, 0.3, num_cuts=n) for n in range(3)] == pytest.approx([0.4, 0.2, 0.1])
+
+
+def halving(share):
+    return 0.5 ** (4 * share)
+
+
+def broken(share):
+    return 1 / share
+
+
+def negative(share):
+    return 0.5 - share
+
+
+def own(name):
+    return OptimizerConfig(lr=0.4, lr_schedule=f"test_lr_schedules:{name}", warmup=0.5)
+
+
+def test_a_schedule_of_ones_own_is_a_function_of_the_share_of_the_run():
+    assert [lr_at(own("halving"), share) for share in (0.0, 0.5, 1.0)] == [0.4, 0.1, 0.025]
+    check_optimizer(own("halving"), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("broken", r"for 0\.0 it raised ZeroDivisionError"),
+        ("negative", r"must return 0 or more, but for 1\.0 it gave -0\.5"),
+        ("missing", "cannot be imported: .*missing"),
+    ],
+)
+def test_a_schedule_that_gives_no_factor_is_refused_before_anything_starts(name, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_optimizer(own(name), None)
+
+
+def test_a_decay_leaves_room_for_the_warm_up():
+    with pytest.raises(ConfigError, match=r"must leave room for the warm-up of 0\.5, got 0\.6"):
+        OptimizerConfig(lr_schedule="wsd", warmup=0.5, decay=0.6)
+    with pytest.raises(UnknownNameError, match="did you mean cosine"):
+        OptimizerConfig(lr_schedule="cosin")
 
 
 @pytest.mark.parametrize(("name", "sign"), [("accuracy", 1), ("loss", -1)])

@@ -129,6 +129,12 @@ def test_the_learning_rate_rises_during_the_warm_up_then_follows_its_schedule():
     assert factors == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])
 
 
+def test_warm_up_stable_decay_is_constant_until_its_last_part():
+    shares = (0.0, 0.05, 0.1, 0.5, 0.75, 0.875, 1.0)
+    factors = [lr_factor("wsd", share, warmup=0.1, decay=0.25) for share in shares]
+    assert factors == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0])
+
+
 def test_a_delayed_momentum_is_the_mean_of_all_messages_after_p_has_decreased():
     """Worked by hand: progress 1 four times; p falls from 4 to 2 before the last.
 

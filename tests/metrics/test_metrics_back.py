@@ -171,3 +171,13 @@ def test_the_remaining_time_is_known_only_while_samples_are_trained():
     assert replace(view, samples_per_s=0.0).eta_s is None
     assert replace(view, samples_per_s=-3.0).eta_s is None
     assert replace(view, samples_per_s=5.0, share_done=0.5).eta_s == 1.0
+
+
+def test_files_of_one_second_sort_by_age(tmp_path):
+    """Readers go by their names, which end in a counter: a tenth start must not precede a ninth."""
+    names = []
+    for _ in range(12):
+        before = {path.name for path in tmp_path.iterdir()}
+        TensorBoardWriter(str(tmp_path)).close()
+        names += {path.name for path in tmp_path.iterdir()} - before
+    assert names == sorted(names)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import io
+import json
+import logging
 
 import pytest
 from rich.console import Console
 
 from raydl.core.progress import Progress
 from raydl.metrics import TimeParts, communication_share, mean_parts
-from raydl.run.progress_reporter import PlainLines, ProgressView, panel
+from raydl.run.progress_reporter import JsonLines, PlainLines, ProgressView, panel
+from raydl.run.view import EventLog
 
 VIEW = ProgressView(
     state="training",
@@ -91,3 +94,30 @@ def test_the_communication_share_by_hand():
     assert communication_share(parts) == 0.4
     assert communication_share(TimeParts().as_dict()) == 0.0
     assert mean_parts([parts, TimeParts().as_dict()])["forward_backward"] == 3.0
+
+
+def test_lines_of_json_have_the_events_and_every_few_seconds_the_progress():
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=40)
+    lines = JsonLines(console, clock=lambda: now[0])
+    for second in range(7):
+        now[0] = float(second)
+        lines.update(VIEW)
+    lines.event('w1 "joins"')
+    first, second, event = map(json.loads, console.file.getvalue().splitlines())
+    assert first["num_samples"] == second["num_samples"] == 90_000
+    assert first["workers"] == {"training": 3, "starting": 1, "left out": 1}
+    assert first["center_accuracy"] == 0.9861
+    assert event["event"] == 'w1 "joins"'
+    assert event["logger"] == "raydl"
+
+
+def test_events_reach_the_logger_of_the_package(monkeypatch):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("raydl")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    EventLog(PlainLines(Console(file=io.StringIO()))).event("s3://KEY:SECRET@b is 100% full")
+    assert told == ["s3://b is 100% full"]
