@@ -112,12 +112,16 @@ def test_lines_of_json_have_the_events_and_every_few_seconds_the_progress():
     assert event["logger"] == "raydl"
 
 
-def test_events_reach_the_logger_of_the_package(monkeypatch):
+def test_events_reach_the_logger_of_the_package():
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("raydl")
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    EventLog(PlainLines(Console(file=io.StringIO()))).event("s3://KEY:SECRET@b is 100% full")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        EventLog(PlainLines(Console(file=io.StringIO()))).event("s3://KEY:SECRET@b is 100% full")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
     assert told == ["s3://b is 100% full"]
