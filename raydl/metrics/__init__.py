@@ -10,6 +10,7 @@ speed.py              samples per second, from the newest records
 worker_curves.py      the workers that have their own curves, and the names of the curves
 charts.py             all charts, by matplotlib
 tensorboard.py        event files, and the layout of TensorBoard's page *Custom Scalars*
+trackers.py           MLflow, Weights & Biases and JSON lines, as further writers
 """
 
 from raydl.metrics.background_writer import BackgroundWriter
