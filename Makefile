@@ -14,7 +14,7 @@ BENCHMARKS := efficiency time_to_accuracy mixed_speed exchange ladder thin_link 
 	partitions chaos
 BENCH_OPTIONS ?=
 
-.PHONY: train test test-fast test-cluster test-slow soak mutants test-gpu bench docs lint check clean help
+.PHONY: train test test-fast test-cluster test-slow soak mutants test-gpu bench docs dist lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -34,6 +34,9 @@ train: $(VENV)/installed  ## train LeNet on the bundled digits with 2 workers
 
 docs: $(VENV)/installed-dev  ## the documentation as a site, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+dist: $(VENV)/installed-dev  ## wheel and source distribution, in dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 lint: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .
@@ -94,4 +97,4 @@ bench: $(VENV)/installed-bench  ## all benchmarks, hours; BENCH_OPTIONS=--quick 
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -7,6 +7,9 @@ and ``num_workers`` matter: raydl has its own order and batch size.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -117,7 +120,7 @@ class MapStyle:
     def _started_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             # Not by fork: this process has threads.
-            context = torch.multiprocessing.get_context("spawn")
+            context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(
                 self._num_workers,
                 context,
@@ -135,9 +138,19 @@ class MapStyle:
 
 
 def _hold(dataset: Any, length: int) -> None:
+    """Begin a loading process."""
     global _held
     torch.set_num_threads(1)
+    # A process of a pool waits for its next call forever, also if its parent was killed.
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _held = dataset, length
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it is no loading process"
+    parent.join()
+    os._exit(1)
 
 
 def _read_held(numbers: np.ndarray) -> list[Any]:

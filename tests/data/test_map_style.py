@@ -3,10 +3,15 @@
 import collections
 import os
 import pickle
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
+from clusters import address_of
+from processes import command_of
 from torch.utils import data as torch_data
 
 import raydl
@@ -107,6 +112,35 @@ def test_a_loader_gives_its_collate_fn_and_its_processes(num_workers):
     if num_workers:
         assert {process.pid for process in train._pool._processes.values()} - {os.getpid()}
         train._pool.shutdown()
+
+
+@pytest.mark.processes
+def test_loading_processes_end_with_a_killed_worker(tmp_path):
+    code = """
+import os, signal, sys
+import numpy as np
+from torch.utils.data import DataLoader
+from raydl.config import InputConfig
+from raydl.data.map_style import from_map_style
+from test_map_style import Points
+
+if __name__ == "__main__":
+    data = from_map_style(DataLoader(Points(), num_workers=2), seed=0, input=InputConfig())
+    data.train.fetch(np.arange(8))
+    print(*data.train._pool._processes, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=100, check=False
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in pids if command_of(pid) != [""]]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_samples_that_cannot_be_read_end_the_run_or_are_left_out():
@@ -234,3 +268,48 @@ def test_something_else_is_refused_with_what_is_possible(tmp_path):
     with pytest.raises(DataError, match="a map-style torch Dataset, a DataLoader of one") as error:
         trainer_of(5, tmp_path).fit()
     assert "got a int" in str(error.value)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+import raydl
+
+class Points(Dataset):  # of the script itself, which no worker can import
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, number):
+        x = torch.tensor([float(number % 7), float(number % 5)])
+        return x, x.sum(0, keepdim=True)
+
+if __name__ == "__main__":
+    result = raydl.Trainer(
+        lambda: torch.nn.Linear(2, 1),
+        {"train": DataLoader(Points(), num_workers=1), "test": Points()},
+        loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+        optimizer=raydl.OptimizerConfig(lr=0.02),
+        scaling=raydl.ScalingConfig(num_workers=2),
+        training=raydl.TrainingConfig(epochs=40, batch_size=6),
+        run=raydl.RunConfig(run_dir=sys.argv[1], progress="none"),
+    ).fit()
+    print(result.metrics["samples"], result.metrics["center_loss"])
+"""
+
+
+@pytest.mark.cluster
+def test_workers_on_ray_read_a_set_of_the_users_script_with_processes_of_their_own(
+    four_cpus, tmp_path
+):
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        env={**os.environ, **address_of(four_cpus.address)},
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples, loss = done.stdout.split()[-2:]
+    assert int(samples) == 40 * 60
+    assert float(loss) < 1.0
