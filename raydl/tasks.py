@@ -23,6 +23,7 @@ from raydl.data.generators import seed_everything
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.models import ModelFactory
+from raydl.models.hugging_face import PREFIX, LocalModel
 
 __all__ = [
     "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "Predicts", "Task",
@@ -82,6 +83,20 @@ class ChecksOutput(Protocol):
 
     def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
         """Raise a ShapeError if the output does not fit."""
+        ...
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A task that writes the trained center in a form of its own, too."""
+
+    def export(self, weights: Mapping[str, Tensor], folder: str) -> None:
+        """Write files into an empty local folder.
+
+        Args:
+            weights: the center under the model's own names, on the CPU.
+            folder: the folder.
+        """
         ...
 
 
@@ -217,13 +232,16 @@ def task_for(model: str, shape: DataShape, *, label_smoothing: float = 0.0) -> T
     """Return the task for the data: next-token prediction for texts, else classification.
 
     Args:
-        model: a name in ``raydl models``, ``torchvision:NAME`` or ``module:function``.
+        model: a name in ``raydl models``, ``hf:FOLDER``, ``torchvision:NAME`` or
+            ``module:function``.
         shape: shape of the data.
         label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes.
 
     Raises:
         ConfigError: if no model has the name.
     """
+    if model.startswith(PREFIX):
+        return HuggingFace(model)
     kind = LanguageModel if len(shape.input_shape) == 1 else Classification
     return kind(model, label_smoothing=label_smoothing)
 
@@ -448,6 +466,54 @@ def _loss_of_forward(model: nn.Module, batch: Batch) -> Tensor:
             f"as ['loss'] or first, and put labels into the batch"
         )  # fmt: skip
     return loss
+
+
+class HuggingFace(LossFromForward):
+    """A model of transformers from a local folder; at the end the center is such a folder, too.
+
+    A model for causal language modeling whose batches have no labels predicts its own
+    ``input_ids``. The metrics are the loss, and the accuracy if there is one label per sample.
+
+    Args:
+        model: ``hf:FOLDER``.
+
+    Raises:
+        ConfigError: if the folder has no model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._local = LocalModel(model.removeprefix(PREFIX))
+        super().__init__(self._local.build)
+        self.name = model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss over the batch."""
+        return super().loss(model, self._labelled(batch))
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return sums over the samples of the batch: loss, and accuracy for one label each."""
+        batch = self._labelled(batch)
+        output = model(**batch)
+        sums = {"loss": output.loss * num_samples_of(batch)}
+        labels = batch.get("labels")
+        if labels is not None and labels.ndim == 1 and not labels.is_floating_point():
+            sums["accuracy"] = (output.logits.argmax(-1) == labels).sum()
+        return sums
+
+    def export(self, weights: Mapping[str, Tensor], folder: str) -> None:
+        """Write the center as a folder that ``from_pretrained`` reads."""
+        self._local.save(weights, folder)
+
+    def _labelled(self, batch: Batch) -> Batch:
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                "data",
+                f"must give batches by column for {self.name}, as a table of input_ids, "
+                f"attention_mask and labels does",
+            )
+        if "labels" in batch or not self._local.is_causal:
+            return batch
+        return {**batch, "labels": batch["input_ids"]}
 
 
 def _takes_shape(build: OwnFactory) -> bool:

@@ -127,7 +127,7 @@ def _check(config: TrainConfig) -> None:
     from raydl.faults import FaultPlan
     from raydl.tasks import Classification
 
-    if ":" not in config.model:
+    if ":" not in config.model:  # else it is code, or a folder, of the cluster
         Classification(config.model)
     if ":" not in config.method.name:
         resolve(config)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import raydl.core.torch_import  # noqa: F401  # isort: skip  (before torch)
 
+import functools
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -58,6 +61,7 @@ from raydl.metrics import (
     Thinned,
     trackers,
 )
+from raydl.models import hugging_face
 from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact_values
 from raydl.run.control_channel import ControlChannel
@@ -71,7 +75,16 @@ from raydl.run.result import Result
 from raydl.run.resume import Start
 from raydl.run.view import EventLog, RunView
 from raydl.storage import Storage, entered_within, within
-from raydl.tasks import ModelAndLoss, OwnFactory, OwnLoss, Task, checked_task, task_on
+from raydl.tasks import (
+    Exports,
+    HuggingFace,
+    ModelAndLoss,
+    OwnFactory,
+    OwnLoss,
+    Task,
+    checked_task,
+    task_on,
+)
 from raydl.text import config_as_markdown
 from raydl.worker.evaluator import Evaluator
 from raydl.worker.examples import Examples
@@ -320,7 +333,7 @@ class Trainer:
                 if start.is_trained:
                     test = Batches(dataset.test, prepare)
                     evaluator = Evaluator(job, test, flat.non_trainable.arrays())
-                    result = self._end(recording, start, evaluator)
+                    result = self._end(recording, start, task, evaluator)
                 else:
                     workers = _make_worker_group(job, dataset, prepare, flat, folder.storage)
                     with closing(workers):
@@ -385,6 +398,7 @@ class Trainer:
         return _finish(
             recorder,
             start,
+            job.task,
             lacks_score=controller.lacks_score,
             stopped_by=controller.stop_reason if is_stopped else "",
             ended_by=controller.ended_by,
@@ -392,7 +406,11 @@ class Trainer:
         )
 
     def _end(
-        self, recording: AbstractContextManager[RunRecorder], start: Start, evaluator: Evaluator
+        self,
+        recording: AbstractContextManager[RunRecorder],
+        start: Start,
+        task: Task,
+        evaluator: Evaluator,
     ) -> Result:
         """Write the last files of a trained run that are missing after its last checkpoint."""
         with recording as recorder:
@@ -405,7 +423,7 @@ class Trainer:
         if start.result:
             return _result_of(start, start.result)
         ended_by, ended_because = start.ended
-        return _finish(recorder, start, ended_by=ended_by, ended_because=ended_because)
+        return _finish(recorder, start, task, ended_by=ended_by, ended_because=ended_because)
 
     @contextmanager
     def _recording(
@@ -452,6 +470,9 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
+        if task.startswith(hugging_face.PREFIX):
+            HuggingFace(task)  # raises an error if the folder has no model
+            return None
         models.find(task)  # raises an error if there is none
         return None
     if loss is None:
@@ -530,6 +551,7 @@ def _make_worker_group(
 def _finish(
     recorder: RunRecorder,
     start: Start,
+    task: Task,
     *,
     lacks_score: bool = False,
     stopped_by: str = "",
@@ -547,7 +569,21 @@ def _finish(
     if lacks_score:  # the newest score is that of an earlier center
         metrics |= {"center_accuracy": None, "center_loss": None}
     within(start.folder.storage, lambda: start.folder.write_result(metrics))
+    if isinstance(task, Exports):
+        _export(task, start)
     return _result_of(start, metrics)
+
+
+def _export(task: Exports, start: Start) -> None:
+    """Write the newest center in the task's own form to the folder ``model`` of the run."""
+    storage = start.folder.storage
+    if not within(storage, start.store.names):
+        return
+    weights, _ = within(storage, start.store.read_center)
+    with tempfile.TemporaryDirectory() as folder:
+        task.export(weights, folder)
+        for path in sorted(Path(folder).iterdir()):
+            within(storage, functools.partial(storage.copy_in, str(path), f"model/{path.name}"))
 
 
 def _result_of(start: Start, metrics: dict[str, Any]) -> Result:

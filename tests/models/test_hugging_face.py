@@ -1,0 +1,137 @@
+"""A model of transformers in a local folder is trained, and the center is such a folder again."""
+
+import json
+import pickle
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import raydl
+from raydl import cli
+from raydl.errors import ConfigError
+from raydl.models import hugging_face
+from raydl.models.hugging_face import LocalModel
+from raydl.tasks import HuggingFace, LossFromForward, evaluate
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of a classifier and of a language model, as save_pretrained writes them."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        GPT2Config,
+        GPT2LMHeadModel,
+    )
+
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("models")
+    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForSequenceClassification(BertConfig(**small, intermediate_size=32)).save_pretrained(
+        root / "bert"
+    )
+    (root / "bert/vocab.txt").write_text("one\n")
+    gpt = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    GPT2LMHeadModel(gpt).save_pretrained(root / "gpt")
+    return root
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Rows of tokens; the label is whether the first one is a 7."""
+    tokens = torch.randint(8, 32, (240, 6), generator=torch.Generator().manual_seed(0))
+    tokens[::2, 0] = 7
+    labels = (tokens[:, 0] == 7).long()
+    columns = {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=40)
+    return str(tmp_path / "rows.parquet")
+
+
+@pytest.mark.processes  # the import of transformers takes seconds
+def test_a_classifier_is_trained_and_its_center_loads_as_a_folder(folders, table, tmp_path, capsys):
+    from transformers import AutoModelForSequenceClassification
+
+    run = tmp_path / "run"
+    words = ["--model", f"hf:{folders}/bert", "--data", table, "--workers", "0", "--epochs", "12"]
+    words += ["--batch-size", "12", "--optimizer", "adamw", "--lr", "5e-3", "--run-dir", str(run)]
+    assert cli.main(["train", *words, "--run.progress", "none"]) == 0
+    accuracy = json.loads((run / "result.json").read_text())["center_accuracy"]
+    assert accuracy > 0.95
+    loaded = AutoModelForSequenceClassification.from_pretrained(run / "model").state_dict()
+    center = raydl.Result.from_path(str(run)).checkpoint.to_state_dict()
+    assert loaded.keys() == center.keys()
+    assert all(torch.equal(loaded[name], center[name]) for name in center)
+    assert (run / "model/vocab.txt").read_text() == "one\n"
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run)]) == 0  # no question: no code of the folder runs
+    assert json.loads(capsys.readouterr().out)["accuracy"] == accuracy
+    again = [*words[2:], "--model", f"hf:{run}/model", "--run-dir", str(tmp_path / "again")]
+    assert cli.main(["train", *again, "--epochs", "1", "--run.progress", "none"]) == 0
+
+
+@pytest.mark.processes
+def test_a_language_model_predicts_its_own_tokens(folders):
+    task = HuggingFace(f"hf:{folders}/gpt")
+    model = task.build_model(None)
+    assert model.training
+    tokens = torch.randint(0, 32, (4, 8))
+    loss = task.loss(model.eval(), {"input_ids": tokens})
+    expected = LossFromForward(lambda: model).loss(model, {"input_ids": tokens, "labels": tokens})
+    assert torch.equal(loss, expected)
+    scores = evaluate(task, model, lambda *_: {"input_ids": tokens}, num_samples=4, batch_size=4)
+    assert scores == {"loss": pytest.approx(float(loss))}
+    with pytest.raises(ConfigError, match="must give batches by column"):
+        task.loss(model, (tokens, tokens))
+
+
+@pytest.mark.processes
+def test_where_the_folder_is_not_the_model_has_its_form(folders, tmp_path):
+    shutil.copytree(folders / "bert", tmp_path / "bert")
+    task = HuggingFace(f"hf:{tmp_path}/bert")
+    here = task.build_model(None)
+    shutil.rmtree(tmp_path / "bert")
+    there = pickle.loads(pickle.dumps(task)).build_model(None)
+    shapes = [{k: v.shape for k, v in model.state_dict().items()} for model in (here, there)]
+    assert shapes[0] == shapes[1]
+    assert there.training
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["BertForNothing", "pathlib"])
+def test_an_architecture_that_is_none_of_transformers_is_refused(folders, tmp_path, name):
+    config = json.loads((folders / "bert/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    with pytest.raises(ConfigError, match=f"is a {name}, which transformers .* does not have"):
+        LocalModel(str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"must be a local folder with a config\.json, .*: hf download NAME --local-dir"),
+        ("{}", r"must name one architecture in its config\.json"),
+        ('{"architectures": ["A", "B"]}', "must name one architecture"),
+        ("{", "must name one architecture"),
+    ],
+)
+def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path, content, sentence):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=sentence):
+        raydl.Trainer(f"hf:{tmp_path}", "digits")
+
+
+def test_without_transformers_the_sentence_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(hugging_face.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'elastic-raydl\[transformers\]'"):
+        LocalModel(str(tmp_path)).build()
