@@ -84,7 +84,7 @@ def test_a_language_model_predicts_its_own_tokens(folders):
     expected = LossFromForward(lambda: model).loss(model, {"input_ids": tokens, "labels": tokens})
     assert torch.equal(loss, expected)
     scores = evaluate(task, model, lambda *_: {"input_ids": tokens}, num_samples=4, batch_size=4)
-    assert scores == {"loss": pytest.approx(float(loss))}
+    assert scores == {"loss": pytest.approx(loss.item())}
     with pytest.raises(ConfigError, match="must give batches by column"):
         task.loss(model, (tokens, tokens))
 
