@@ -44,7 +44,7 @@ def kills(center, *, factor=1):
     targets = ("rank 1", center[0], "rank 0", center[1])
     return [
         {"fault": "kill", "target": target, "at": f"round {factor * round}"}
-        for target, round in zip(targets, (30, 100, 200, 260), strict=True)
+        for target, round in zip(targets, (20, 60, 110, 150), strict=True)
     ]
 
 
@@ -55,7 +55,7 @@ def test_a_run_ends_after_its_workers_and_center_are_killed_and_another_run_is_u
     four_cpus, tmp_path
 ):
     options = ["--model", "origins:model", "--period", "4", "--cpus-per-worker", "0.5", *SELDOM]
-    broken_options = ["--epochs", "100", "--workers", "2:3", *options]
+    broken_options = ["--epochs", "110", "--workers", "2:3", *options]
     options += ["--epochs", "60", "--workers", "2", "--method", "async-easgd"]
     faults = kills(("center", "center"))
     with (
@@ -64,7 +64,7 @@ def test_a_run_ends_after_its_workers_and_center_are_killed_and_another_run_is_u
     ):
         check_end(whole, epochs=60, faults=0)
         assert whole.result["generations"] == 1
-        check_end(broken, epochs=100, faults=4)
+        check_end(broken, epochs=110, faults=4)
         assert len(set(re.findall(r"(w\d+) was lost", broken.output))) >= 2
         assert broken.output.count("center was lost") >= 1
 
@@ -73,10 +73,10 @@ def test_a_rebuilt_center_of_a_parameter_server_method_keeps_its_optimizers_mome
     four_cpus, tmp_path
 ):
     options = ["--method", "async-msgd", "--center-shards", "2", "--period", "4", *SELDOM]
-    options += ["--model", "origins:model", "--epochs", "100", "--workers", "2:3"]
+    options += ["--model", "origins:model", "--epochs", "110", "--workers", "2:3"]
     faults = kills(("center", "shard 1"), factor=3)
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
-        check_end(run, epochs=100, faults=4)
+        check_end(run, epochs=110, faults=4)
         assert len(set(re.findall(r"(w\d+) was lost", run.output))) >= 2
         assert run.output.count("center was lost") >= 1
         told = re.findall(
