@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -125,7 +127,7 @@ class MapStyle:
                 self._num_workers,
                 context,
                 initializer=_hold,
-                initargs=(self._dataset, self._length),
+                initargs=(_pickled(self._dataset), self._length),
             )
         return self._pool
 
@@ -137,13 +139,20 @@ class MapStyle:
         return {**self.__dict__, "_pool": None}
 
 
-def _hold(dataset: Any, length: int) -> None:
+def _pickled(dataset: Any) -> bytes:
+    """Return a data set as bytes; in a process of Ray, also one of the user's script."""
+    pickler = sys.modules.get("ray.cloudpickle", pickle)
+    data: bytes = pickler.dumps(dataset)
+    return data
+
+
+def _hold(dataset: bytes, length: int) -> None:
     """Begin a loading process."""
     global _held
     torch.set_num_threads(1)
     # A process of a pool waits for its next call forever, also if its parent was killed.
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    _held = dataset, length
+    _held = pickle.loads(dataset), length
 
 
 def _end_with_the_parent() -> None:

@@ -37,7 +37,7 @@ class LocalModel:
         self.folder = folder
         try:
             self._config: dict[str, Any] = json.loads(Path(folder, "config.json").read_text())
-            (self.architecture,) = self._config["architectures"]
+            (architecture,) = self._config["architectures"]
         except FileNotFoundError as error:
             raise ConfigError(
                 "model",
@@ -48,6 +48,9 @@ class LocalModel:
             raise ConfigError(
                 "model", f"{PREFIX}{folder} must name one architecture in its config.json"
             ) from error
+
+        self.architecture: str = architecture
+        """Name of its class in transformers."""
 
     @property
     def is_causal(self) -> bool:
