@@ -102,6 +102,8 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: if the name needs a library that is not installed.
     """
+    if name == "tune":  # raydl.tune.trainable
+        return import_module("raydl.ray_backend.ray_tune")
     if name not in _MODULES:
         raise AttributeError(f"module 'raydl' has no attribute {name!r}")
     try:

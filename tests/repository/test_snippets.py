@@ -28,6 +28,7 @@ PAGES = [
     "docs/tasks.md",
     "docs/training.md",
     "docs/transformers.md",
+    "docs/tune.md",
 ]
 
 RESULTS = {"docs/attach.md": lambda names: 0 < names["saved"]["loss"] < 0.1}

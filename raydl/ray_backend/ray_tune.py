@@ -1,0 +1,107 @@
+"""``raydl.tune``: runs as trials of Ray Tune.
+
+A trial is a run with workers of its own, which join and leave as in any run. The trial itself only
+drives them, so it reserves next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ray import tune
+
+from raydl.checkpoint.store import CheckpointStore
+from raydl.config import TrainConfig, dotted, from_dict, to_dict
+from raydl.core.callbacks import Callback
+from raydl.core.worker_group import Evaluated
+from raydl.errors import ConfigError
+from raydl.run.result import RunCheckpoint
+from raydl.run.trainer import Trainer
+from raydl.storage import Storage
+
+_CPUS_OF_A_TRIAL = 0.01
+
+
+def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
+    """Return what ``ray.tune.Tuner`` trains: a run for each set of parameters.
+
+    A parameter is a setting by its dotted name: ``{"optimizer.lr": tune.loguniform(0.01, 1)}``.
+    Each score of the center is reported: ``accuracy``, ``loss``, and so on, with ``samples``,
+    ``epoch`` and ``seconds``, and the newest checkpoint of the run. A trial that Tune starts again
+    on the same machine, or with ``run.storage_path`` on any, resumes its run.
+
+    Args:
+        config: the settings of all trials; ``run.run_dir`` and ``run.resume`` are the trial's.
+    """
+
+    def run_trial(parameters: Mapping[str, Any]) -> None:
+        context = tune.get_context()
+        folder = os.path.join(context.get_trial_dir(), context.get_trial_id())
+        settings = _with_parameters(config, parameters)
+        resumes = Storage(_root_of(settings, folder)).exists("config.json")
+        run = replace(settings.run, run_dir=folder, resume=resumes, progress="none")
+        trainer = Trainer.from_config(replace(settings, run=run))
+        trainer.callbacks = (_Reports(_root_of(settings, folder)),)
+        trainer.fit()
+
+    resources: Callable[[Mapping[str, Any]], None] = tune.with_resources(
+        run_trial, {"CPU": _CPUS_OF_A_TRIAL}
+    )
+    return resources
+
+
+class _Reports(Callback):
+    """Reports each score to Tune, with a checkpoint if there is a new one."""
+
+    def __init__(self, run: str) -> None:
+        self._store = CheckpointStore(Storage(run))
+        self._reported = ""
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Report a score; Tune may end the trial here."""
+        progress = evaluated.progress
+        values = {
+            **evaluated.metrics,
+            "samples": progress.num_samples,
+            "epoch": progress.epoch,
+            "seconds": progress.seconds,
+        }
+        tune.report(values, checkpoint=self._new_checkpoint())
+
+    def _new_checkpoint(self) -> tune.Checkpoint | None:
+        names = self._store.names()
+        if not names or names[-1] == self._reported:
+            return None
+        self._reported = names[-1]
+        return tune.Checkpoint.from_directory(RunCheckpoint(self._store.root, names[-1]).path)
+
+
+def _root_of(config: TrainConfig, folder: str) -> str:
+    """Return where the run of a local folder is kept."""
+    if config.run.storage_path is None:
+        return folder
+    return os.path.join(config.run.storage_path, os.path.basename(folder))
+
+
+def _with_parameters(config: TrainConfig, parameters: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings with those of a trial.
+
+    Raises:
+        ConfigError: if a parameter is no setting.
+    """
+    values = to_dict(config)
+    known = dotted(values)
+    for name, value in parameters.items():
+        if name not in known:
+            raise ConfigError(
+                "param_space", f"has {name!r}, which is no setting; give dotted names: optimizer.lr"
+            )
+        *groups, last = name.split(".")
+        inner = values
+        for group in groups:
+            inner = inner[group]
+        inner[last] = value
+    return from_dict(TrainConfig, values)

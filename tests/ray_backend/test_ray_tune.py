@@ -1,0 +1,86 @@
+"""Trials of Ray Tune are elastic runs: workers are lost, a scheduler ends the weak ones."""
+
+import json
+import time
+
+import pytest
+import yaml
+from clusters import actors
+
+import raydl
+from raydl.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.errors import ConfigError
+
+QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:ray")
+NUM_TRIALS = 8
+EPOCHS = 8
+
+
+@pytest.mark.cluster
+@pytest.mark.filterwarnings(*QUIET)
+def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
+    cluster, four_cpus, tmp_path
+):
+    from ray import tune
+
+    plan = tmp_path / "plan.yaml"
+    fault = {"fault": "kill", "target": "rank 0", "at": "round 12"}
+    plan.write_text(yaml.safe_dump({"faults": [fault]}))
+    config = TrainConfig(
+        data="digits",
+        model="mlp",
+        scaling=ScalingConfig(num_workers=(1, 2), cpus_per_worker=0.5),
+        training=TrainingConfig(epochs=EPOCHS, batch_size=32),
+        optimizer=OptimizerConfig(lr_schedule="constant", warmup=0.0),
+        evaluation=EvaluationConfig(every_epochs=1),
+        checkpoint=CheckpointConfig(every_epochs=1, every_s=None),
+        run=RunConfig(fault_plan=str(plan)),
+    )
+    rates = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 2e-1]
+    results = tune.Tuner(
+        raydl.tune.trainable(config),
+        param_space={"optimizer.lr": tune.grid_search(rates)},
+        tune_config=tune.TuneConfig(
+            metric="accuracy",
+            mode="max",
+            max_concurrent_trials=2,
+            scheduler=tune.schedulers.ASHAScheduler(
+                time_attr="epoch", max_t=EPOCHS, grace_period=2, reduction_factor=2
+            ),
+        ),
+        run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
+    ).fit()
+    assert results.num_errors == 0
+    assert len(results) == NUM_TRIALS
+    best = results.get_best_result()
+    assert best.metrics["accuracy"] > 0.9
+    assert best.config["optimizer.lr"] >= 1e-2
+    epochs = [result.metrics["epoch"] for result in results]
+    assert max(epochs) >= EPOCHS
+    assert min(epochs) < EPOCHS, "no trial was ended"
+    runs = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")
+            if path.parent.joinpath("config.json").exists()]  # fmt: skip
+    assert any(run["faults_fired"] and run["generations"] > 1 for run in runs)
+    assert best.checkpoint is not None
+    deadline = time.monotonic() + 60
+    while left := actors(four_cpus, "WorkerActor"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.processes  # the import of Ray Tune takes seconds
+@pytest.mark.filterwarnings(*QUIET)
+def test_parameters_are_settings_by_their_dotted_names():
+    with_parameters = raydl.tune._with_parameters
+    config = with_parameters(TrainConfig(), {"optimizer.lr": 0.5, "method.name": "diloco"})
+    assert (config.optimizer.lr, config.method.name) == (0.5, "diloco")
+    with pytest.raises(ConfigError, match="has 'lr', which is no setting; give dotted names"):
+        with_parameters(TrainConfig(), {"lr": 0.5})
