@@ -337,8 +337,8 @@ def main() -> None:
         except WatchError as error:
             sys.exit(f"the recovery was not measured: {error}")
     report.add_text(
-        f"{num_workers} workers on {os.cpu_count()} cores. A newcomer imports torch while the "
-        f"others train; with few cores that causes pauses, too."
+        f"{num_workers} workers on {os.cpu_count()} cores, which a newcomer uses, too, while it "
+        f"starts."
     )
     report.close(options.out)
 
