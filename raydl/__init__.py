@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from raydl.data import DataShape
     from raydl.errors import RaydlError
     from raydl.ray_backend.attach import attach
-    from raydl.ray_backend.lightning_callback import LightningCallback
-    from raydl.ray_backend.transformers_trainer import attach_trainer
+    from raydl.ray_backend.lightning_callback import LightningCallback as LightningCallback
+    from raydl.ray_backend.transformers_trainer import attach_trainer as attach_trainer
     from raydl.ray_backend.user_group import init_collective_group
     from raydl.run.result import Result
     from raydl.run.trainer import Trainer
@@ -74,7 +74,6 @@ __all__ = [
     "ExchangeConfig",
     "InputConfig",
     "LanguageModel",
-    "LightningCallback",
     "LossFromForward",
     "MethodConfig",
     "ModelAndLoss",
@@ -87,13 +86,12 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "attach",
-    "attach_trainer",
     "init_collective_group",
 ]
 
 
 _EXTRAS = {"LightningCallback": "lightning", "attach_trainer": "transformers"}
-"""By public name, a library that is not installed with raydl; an extra has the same name."""
+"""By further name, a library that is not installed with raydl; an extra has the same name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.config.custom_code import instantiate
+from raydl.config.custom_code import HUGGING_FACE, instantiate
 from raydl.data.generators import seed_everything
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.models import ModelFactory
-from raydl.models.hugging_face import PREFIX, LocalModel
+from raydl.models.hugging_face import LocalModel
 
 __all__ = [
     "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "Predicts", "Task",
@@ -238,9 +238,14 @@ def task_for(model: str, shape: DataShape, *, label_smoothing: float = 0.0) -> T
         label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes.
 
     Raises:
-        ConfigError: if no model has the name.
+        ConfigError: if no model has the name, or labels of a model of transformers are smoothed.
     """
-    if model.startswith(PREFIX):
+    if model.startswith(HUGGING_FACE):
+        if label_smoothing:
+            raise ConfigError(
+                "training.label_smoothing",
+                f"must be 0 with {model}, got {label_smoothing}: the model computes its loss",
+            )
         return HuggingFace(model)
     kind = LanguageModel if len(shape.input_shape) == 1 else Classification
     return kind(model, label_smoothing=label_smoothing)
@@ -468,6 +473,10 @@ def _loss_of_forward(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+_IGNORED = -100
+"""Label of a position that the losses of transformers leave out."""
+
+
 class HuggingFace(LossFromForward):
     """A model of transformers from a local folder; at the end the center is such a folder, too.
 
@@ -482,7 +491,7 @@ class HuggingFace(LossFromForward):
     """
 
     def __init__(self, model: str) -> None:
-        self._local = LocalModel(model.removeprefix(PREFIX))
+        self._local = LocalModel(model.removeprefix(HUGGING_FACE))
         super().__init__(self._local.build)
         self.name = model
 
@@ -513,7 +522,10 @@ class HuggingFace(LossFromForward):
             )
         if "labels" in batch or not self._local.is_causal:
             return batch
-        return {**batch, "labels": batch["input_ids"]}
+        labels = batch["input_ids"]
+        if "attention_mask" in batch:
+            labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
+        return {**batch, "labels": labels}
 
 
 def _takes_shape(build: OwnFactory) -> bool:

@@ -28,7 +28,7 @@ _SCRIPT = """_raydl() {{
         COMPREPLY=($(compgen -f -- "$word"))
     fi
 }}
-complete -o filenames -F _raydl raydl"""
+complete -F _raydl raydl"""
 _WITH_OPTIONS = "train|submit|compare|weak-scaling"
 
 

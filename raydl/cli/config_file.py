@@ -17,6 +17,8 @@ from raydl.errors import ConfigError
 _OPTION = "--config"
 _OF_ONE_RUN = ("run.run-dir", "run.resume")
 """Settings of a ``config.json`` that belong to that run alone."""
+_LENGTHS = ("training.epochs", "training.steps", "training.samples", "training.seconds")
+"""Settings of which one excludes the others."""
 _SWITCH = {"true": "", "yes": "", "on": "", "false": "no-", "no": "no-", "off": "no-"}
 _NOTHING = ("null", "~")
 
@@ -40,7 +42,7 @@ def with_files(arguments: Sequence[str], options: Mapping[str, Option]) -> list[
     Raises:
         ConfigError: if a file cannot be read, or a setting in it does not exist.
     """
-    from_files: list[str] = []
+    paths: list[str] = []
     given: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -51,11 +53,17 @@ def with_files(arguments: Sequence[str], options: Mapping[str, Option]) -> list[
         path = path if mark else next(words, "")
         if not path:
             raise ConfigError(_OPTION, "needs the name of a file")
-        from_files += _words_in(path, options)
+        paths.append(path)
+    # A length that is given replaces those of the files, which it would contradict.
+    flags = {word.partition("=")[0].lstrip("-") for word in given if word.startswith("--")}
+    has_length = any(options[name].flag in flags for name in _LENGTHS)
+    skipped = _LENGTHS if has_length else ()
+    from_files = [word for path in paths for word in _words_in(path, options, skipped)]
     return from_files + given
 
 
-def _words_in(path: str, options: Mapping[str, Option]) -> list[str]:
+def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]) -> list[str]:
+    """Return the words of a file, without those of some settings."""
     try:
         with open(path, encoding="utf-8") as file:
             # All values stay texts: YAML would read 2:8 as a number in base 60.
@@ -72,7 +80,7 @@ def _words_in(path: str, options: Mapping[str, Option]) -> list[str]:
     is_of_a_run = isinstance(values.get("config"), Mapping) and "versions" in values
     names = {option.flag: name for name, option in options.items()} | {n: n for n in options}
     settings = _settings(values["config"] if is_of_a_run else values, names, path)
-    skipped = _OF_ONE_RUN if is_of_a_run else ()
+    skipped += _OF_ONE_RUN if is_of_a_run else ()
     return [
         word
         for name, value in settings

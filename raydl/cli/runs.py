@@ -172,7 +172,7 @@ class _ListOptions:
 
 
 def list_runs(arguments: Sequence[str]) -> int:
-    """List the runs below a folder, and how they are."""
+    """List the runs below a folder and their states."""
     options = parse(_ListOptions, arguments, prog="raydl list", description=list_runs.__doc__)
     from raydl.run.control_channel import statuses_in
 
@@ -212,17 +212,22 @@ _FOLLOW_S = 2.0
 def logs(arguments: Sequence[str]) -> int:
     """Print the events of a run: workers that come and go, checkpoints, faults, warnings."""
     options = parse(_LogsOptions, arguments, prog="raydl logs", description=logs.__doc__)
+    from raydl.run.control_channel import read_status
     from raydl.tools.report.facts import read_run
 
     printed = 0
     while True:
-        run = read_run(options.run)
-        has_ended = run.status is None or run.status.is_final
-        for event in run.history.events[printed:]:
+        # Before the events: those of the end are written by then.
+        status = read_status(options.run) if options.follow else None
+        events = read_run(options.run).history.events
+        for event in events[printed:]:
             at = f"[{clock_text(event.seconds)}] {event.samples:,} samples: "
             print_lines(f"{at}{event.sentence}")
         sys.stdout.flush()
-        printed = len(run.history.events)
-        if has_ended or not options.follow:
+        printed = max(printed, len(events))  # files that cannot be read for once have none
+        if status is None or status.is_final:
+            return 0
+        if status.is_stale:
+            print_lines(status.stale_sentence())
             return 0
         time.sleep(_FOLLOW_S)

@@ -10,6 +10,9 @@ from typing import Any
 
 from raydl.errors import ConfigError
 
+HUGGING_FACE = "hf:"
+"""Beginning of the name of a model in a local folder, ``hf:FOLDER``: none of its code runs."""
+
 
 def load_own(setting: str, name: str) -> Any:
     """Import the object that ``module:name`` names; the module may lie in the current folder.

@@ -85,15 +85,17 @@ class OptimizerConfig:
     others the optimizer's default."""
     lr_schedule: str = field(default="cosine", metadata={"flag": "lr-schedule"})
     """Learning-rate schedule: cosine or linear (both decay to 0), constant, step (multiplied by
-    gamma at each milestone), wsd (constant, at last linearly to 0), plateau (multiplied by gamma
-    when the center stops improving), or your own module:function of the share of the run."""
+    gamma at each milestone), wsd (stays constant, then falls linearly to 0 in the last part),
+    plateau (multiplied by gamma when the center stops improving), or your own module:function of
+    the share of the run."""
     warmup: float = 0.05
     """Share of the run, in [0, 1), during which the learning rate rises from 0."""
     milestones: str = "0.5,0.75"
     """Shares of the run at which the step schedule multiplies the learning rate by gamma, separated
     by commas."""
     decay: float = 0.2
-    """Share of the run, in (0, 1], at whose end the wsd schedule lowers the learning rate to 0."""
+    """Share of the run, in (0, 1], over which the wsd schedule lowers the learning rate to 0; it is
+    the last part of the run."""
     gamma: float = 0.1
     """Factor of the learning rate at each drop of the step and plateau schedules, in (0, 1)."""
     patience: int = 3

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from raydl.config.checks import require, require_positive
 from raydl.errors import ConfigError
 
+TRACKER_STATES, METRIC_LINES = "tracker-", "metrics.jsonl"
+"""In the run's folder: beginning of the names of the trackers' states, and the JSON lines."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:

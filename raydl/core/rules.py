@@ -127,9 +127,9 @@ def lr_factor(
 
     Args:
         schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``, ``step``
-            (times gamma at each milestone), ``wsd`` (warm-up, stable, decay: 1, at last 1 to 0;
-            Hu et al., arXiv 2404.06395), or ``plateau`` (constant; its cuts depend on scores, not
-            on the share of the run).
+            (times gamma at each milestone), ``wsd`` (warm-up, stable, decay: 1, then 1 to 0 in the
+            last part; Hu et al., arXiv 2404.06395), or ``plateau`` (constant; its cuts depend on
+            scores, not on the share of the run).
         share_done: share of the run that is done by all workers, 0..1; the schedule is therefore
             the same for any number of workers.
         warmup: share of the run for the warm-up, in [0, 1).

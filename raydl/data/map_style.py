@@ -12,8 +12,9 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,12 @@ from raydl.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 _PARTS = ("train", "test")
-_held: tuple[Any, int] | None = None
-"""In a loading process: the data set, and its length at the start of the run."""
+_TRIES = 3
+"""Times in a row that loading processes may be killed."""
+_MOST_UNREADABLE = 100
+"""Samples to try as the first one, if unreadable ones are skipped."""
+_held: Any = None
+"""In a loading process: the data set."""
 
 
 class _Unreadable:
@@ -59,11 +64,13 @@ class MapStyle:
         self, dataset: Any, rows: np.ndarray, *, collate: Collate, num_workers: int, skips: bool
     ) -> None:
         self._dataset, self._rows, self._collate = dataset, rows, collate
-        self._length, self._num_workers, self._skips = len(dataset), num_workers, skips
+        self._length, self._skips = len(dataset), skips
+        # The driver reads few samples, itself. The set of a worker was unpickled.
+        self._wanted_workers, self._num_workers = num_workers, 0
         self.source = class_name_of(dataset)
         """Name of the class of the data set, for messages."""
         self._pool: ProcessPoolExecutor | None = None
-        self._first = self._batch_of(self._readable(rows[:1], in_this_process=True)[0])
+        self._first = self._batch_of(self._first_sample())
         self.shape = _shape_of(self._first, dataset)
         """The shape of the first sample, to build a model for."""
 
@@ -93,30 +100,57 @@ class MapStyle:
         Raises:
             DataError: if a sample cannot be read and unreadable ones are not skipped.
         """
+        self._check_length()
         samples, is_readable, problems = self._readable(self._rows[rows])
         if problems and not self._skips:
             raise DataError(self.source, problems[0])
         batch = self._batch_of(samples) if samples else part_of(self._first, 0, 0)
         return batch, rows[is_readable], problems
 
-    def _readable(
-        self, numbers: np.ndarray, *, in_this_process: bool = False
-    ) -> tuple[list[Any], np.ndarray, list[str]]:
+    def _first_sample(self) -> list[Any]:
+        """Return the first sample that can be read; without skipping, the first."""
+        problem = ""
+        for number in self._rows[: _MOST_UNREADABLE if self._skips else 1]:
+            samples, _, problems = self._readable(np.array([number]))
+            if samples:
+                return samples
+            problem = problem or problems[0]
+        raise DataError(self.source, problem)
+
+    def _check_length(self) -> None:
+        if len(self._dataset) != self._length:
+            raise DataError(
+                self.source,
+                f"had {self._length:,} samples at the start and has {len(self._dataset):,} now; it "
+                f"must not change during a run",
+            )
+
+    def _readable(self, numbers: np.ndarray) -> tuple[list[Any], np.ndarray, list[str]]:
         """Return (readable samples, which of them are, a sentence for each other one)."""
-        if self._num_workers and not in_this_process:
-            pool = self._started_pool()
-            parts = np.array_split(numbers, min(self._num_workers, max(1, len(numbers))))
-            found = [s for part in pool.map(_read_held, parts) for s in part]
+        if self._num_workers:
+            found = self._read_in_processes(numbers)
         else:
-            found = _read(self._dataset, self._length, numbers)
+            found = _read(self._dataset, numbers)
         is_readable = np.array([not isinstance(sample, _Unreadable) for sample in found], bool)
         problems = [sample.problem for sample in found if isinstance(sample, _Unreadable)]
-        if in_this_process and problems:
-            raise DataError(self.source, problems[0])
         return (
             [s for s, is_it in zip(found, is_readable, strict=True) if is_it],
             is_readable,
             problems,
+        )
+
+    def _read_in_processes(self, numbers: np.ndarray) -> list[Any]:
+        parts = np.array_split(numbers, min(self._num_workers, max(1, len(numbers))))
+        for _ in range(_TRIES):
+            try:
+                pieces = list(self._started_pool().map(_read_held, parts))
+                return [sample for piece in pieces for sample in pickle.loads(piece)]
+            except BrokenProcessPool:
+                self._pool = None
+        raise DataError(
+            self.source,
+            f"its loading processes were killed {_TRIES} times in a row; is there too little "
+            f"memory for num_workers {self._num_workers}?",
         )
 
     def _started_pool(self) -> ProcessPoolExecutor:
@@ -127,7 +161,7 @@ class MapStyle:
                 self._num_workers,
                 context,
                 initializer=_hold,
-                initargs=(_pickled(self._dataset), self._length),
+                initargs=(_pickled(self._dataset),),
             )
         return self._pool
 
@@ -135,8 +169,8 @@ class MapStyle:
         return _checked(self._collate(samples), len(samples), source=self.source)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the processes: another worker starts its own."""
-        return {**self.__dict__, "_pool": None}
+        """Return the state of a worker's set, which starts processes of its own."""
+        return {**self.__dict__, "_pool": None, "_num_workers": self._wanted_workers}
 
 
 def _pickled(dataset: Any) -> bytes:
@@ -146,13 +180,13 @@ def _pickled(dataset: Any) -> bytes:
     return data
 
 
-def _hold(dataset: bytes, length: int) -> None:
+def _hold(dataset: bytes) -> None:
     """Begin a loading process."""
     global _held
     torch.set_num_threads(1)
     # A process of a pool waits for its next call forever, also if its parent was killed.
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    _held = pickle.loads(dataset), length
+    _held = pickle.loads(dataset)
 
 
 def _end_with_the_parent() -> None:
@@ -162,16 +196,13 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def _read_held(numbers: np.ndarray) -> list[Any]:
-    assert _held is not None
-    return _read(*_held, numbers)
+def _read_held(numbers: np.ndarray) -> bytes:
+    """Return pickled samples: as they are, each tensor would take a file descriptor."""
+    return pickle.dumps(_read(_held, numbers))
 
 
-def _read(dataset: Any, length: int, numbers: np.ndarray) -> list[Any]:
+def _read(dataset: Any, numbers: np.ndarray) -> list[Any]:
     """Return samples, with a stand-in for each that cannot be read."""
-    if len(dataset) != length:
-        changed = f"had {length:,} samples at the start and has {len(dataset):,} now; it must not"
-        return [_Unreadable(f"{changed} change during a run")] * len(numbers)
     return [_sample(dataset, number) for number in numbers.tolist()]
 
 
@@ -224,9 +255,15 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
         dataset = dataset.dataset
     if (classes := getattr(dataset, "classes", None)) is not None:
         return tuple(map(str, classes))
-    if (targets := getattr(dataset, "targets", None)) is not None and len(targets):
-        return tuple(map(str, range(int(max(targets)) + 1)))
-    return ()
+    targets = getattr(dataset, "targets", None)
+    if targets is None or not len(targets) or not _are_numbers(targets[0]):
+        return ()
+    return tuple(map(str, range(int(max(targets)) + 1)))
+
+
+def _are_numbers(target: Any) -> bool:
+    """Whether targets are classes, by the first; those of other tasks may be paths."""
+    return np.ndim(target) == 0 and np.asarray(target).dtype.kind in "iu"
 
 
 def class_name_of(data: Any) -> str:
@@ -269,18 +306,21 @@ def from_map_style(data: Any, *, seed: int, input: InputConfig) -> Dataset:
         rows = np.random.default_rng(seed).permutation(count)
         num_test = max(1, count // 10)
         train, test = (_part(data, np.sort(r), input) for r in (rows[num_test:], rows[:num_test]))
-    # A collate_fn may pad the samples of a batch: columns may have other lengths.
-    has_same_columns = train.shape.columns.keys() == test.shape.columns.keys() != set()
-    if train.shape != test.shape and not has_same_columns:
+    if _kind_of(train.shape) != _kind_of(test.shape):
         raise DataError(train.source, f"trains on {train.shape} but tests on {test.shape}")
     return Dataset(train, test, train.source)
+
+
+def _kind_of(shape: DataShape) -> tuple[Any, ...]:
+    """Return what two parts must share; a collate_fn may pad samples to other lengths."""
+    return tuple(shape.columns), len(shape.input_shape), shape.class_names
 
 
 def _part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyle:
     collate: Collate = torch_data.default_collate
     num_workers = 0
     if isinstance(data, torch_data.DataLoader):
-        _check_sampler(data.sampler)
+        _check_sampler(data)
         collate, num_workers = data.collate_fn, data.num_workers
     data = _dataset_of(data)
     if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") is None:
@@ -292,9 +332,12 @@ def _part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyle:
     return MapStyle(data, rows, collate=collate, num_workers=num_workers, skips=skips)
 
 
-def _check_sampler(sampler: Iterable[int]) -> None:
+def _check_sampler(loader: torch_data.DataLoader[Any]) -> None:
     """Raise DataError if a loader has a sampler of its own, which would be ignored."""
     usual = (torch_data.SequentialSampler, torch_data.RandomSampler)
+    sampler: Any = loader.sampler
+    if type(loader.batch_sampler) not in (torch_data.BatchSampler, type(None)):
+        sampler = loader.batch_sampler
     if not isinstance(sampler, usual) or getattr(sampler, "replacement", False):
         raise DataError(
             "data",

@@ -1,9 +1,9 @@
 """Experiment trackers beside TensorBoard: JSON lines, MLflow, Weights & Biases.
 
-A tracker shows one run: a resumed run goes on in it, and its steps, the samples of all workers,
-only rise. Points up to the last step of an earlier start are left out, and so are points after the
-center went back. The id of a tracker's run and its last step are in ``tracker-NAME.json`` of the
-run's folder.
+A tracker shows one run: a resumed run goes on in it, and the steps of its curves, the samples of
+all workers, only rise. Points up to the last step of an earlier start are left out, and so are
+points up to the last step before the center went back. The id of a tracker's run and its last step
+are in ``tracker-NAME.json`` of the run's folder.
 
 The address and the credentials of a server come from the tracker's own environment variables.
 """
@@ -22,12 +22,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from raydl.config.run import METRIC_LINES, TRACKER_STATES
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
 
-STATE_FILES, LINES_FILE = "tracker-", "metrics.jsonl"
-"""Beginning of the names of the states, and the name of the JSON lines."""
+_STEP = "samples"
+"""Name of the step of a point, among its values."""
 _PROJECT = "raydl"
 """Experiment or project, unless the environment names another."""
 _MAX_PARAM_CHARS, _MAX_PARAMS = 500, 100
@@ -63,12 +64,14 @@ class State:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._path = folder / f"{STATE_FILES}{name}.json"
+        self._path = folder / f"{TRACKER_STATES}{name}.json"
         own = self._read()
         self.run_id: str | None = own.get("run_id")
         """Id of the run in the tracker; None: it has none yet."""
         self.last_step: int = own.get("last_step", -1)
         """The largest step that was written; -1: none."""
+        self.num_writers: int = own.get("num_writers", 0) + 1
+        """Writers of the run so far: one for each start, and for each failure of the tracker."""
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -80,8 +83,12 @@ class State:
     def save(self) -> None:
         """Write the file, for a start that resumes the run."""
         new = self._path.with_name(f".{self._path.name}")
-        new.write_text(json.dumps({"run_id": self.run_id, "last_step": self.last_step}))
+        new.write_text(json.dumps(self._values()))
         os.replace(new, self._path)
+
+    def _values(self) -> dict[str, Any]:
+        names = ("run_id", "last_step", "num_writers")
+        return {name: getattr(self, name) for name in names}
 
 
 class TrackerWriter:
@@ -94,13 +101,18 @@ class TrackerWriter:
 
     def __init__(self, tracker: Tracker, state: State) -> None:
         self._tracker, self._state = tracker, state
-        self._before = state.last_step  # of earlier starts
+        self._written_to = state.last_step
+        """Last step of earlier starts, or before the center went back: later ones are new."""
         self._texts: dict[str, str] = {}
         self._new_texts: set[str] = set()
+        state.save()
 
-    def _rises(self, step: int) -> bool:
-        """Whether a point may be written; then it is noted before it is written."""
-        if step <= self._before or step < self._state.last_step:
+    def _is_new(self, step: int) -> bool:
+        """Whether a point is new; then its step is noted before it is written.
+
+        A score of the center is older than the newest record: it was being computed meanwhile.
+        """
+        if step <= self._written_to:
             return False
         if step > self._state.last_step:
             self._state.last_step = step
@@ -111,7 +123,7 @@ class TrackerWriter:
         self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
     ) -> None:
         """Write one point for each tag."""
-        if self._rises(num_samples):
+        if self._is_new(num_samples):
             at = time.time() if unix_s is None else unix_s
             self._tracker.write(values, step=num_samples, unix_s=at)
 
@@ -123,16 +135,20 @@ class TrackerWriter:
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write a picture, uint8, shape [H, W, 3]."""
-        if self._rises(num_samples):
+        if self._is_new(num_samples):
             self._tracker.write_image(name, pixels, step=num_samples)
 
     def go_back(self, *, num_samples: int) -> None:
-        """Do nothing: points up to the last step are left out from now on."""
+        """Leave out points up to the last step from now on."""
+        self._written_to = self._state.last_step
 
     def flush(self) -> None:
         """Write the texts."""
+        number = self._state.num_writers
         for name in sorted(self._new_texts):
-            self._tracker.write_text(name, self._texts[name])
+            # The texts of an earlier writer stay: this one does not have them.
+            full_name = name if number == 1 else f"{name}-{number}"
+            self._tracker.write_text(full_name, self._texts[name])
         self._new_texts.clear()
 
     def close(self) -> None:
@@ -149,12 +165,12 @@ class JsonLines:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LINES_FILE
+        self._path = folder / METRIC_LINES
 
     def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
         """Write one line."""
         finite = {name: value if np.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"samples": step, "unix_s": round(unix_s, 3), **finite})
+        line = json.dumps({_STEP: step, "unix_s": round(unix_s, 3), **finite})
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
@@ -184,31 +200,33 @@ class Mlflow:
         # Its own default, eight attempts of up to two minutes, would outlast the run.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        from mlflow import entities
-        from mlflow.tracking import MlflowClient
-
-        self._entities = entities
         with _as_os_error("MLflow"):
-            self._client = MlflowClient()
+            from mlflow import entities
+            from mlflow.tracking import MlflowClient
+
+            self._entities, self._client = entities, MlflowClient()
             if state.run_id is None:
-                state.run_id = self._new_run(run_name, settings)
+                state.run_id = self._new_run(run_name)
                 state.save()
+                self._write_settings(state.run_id, settings)
             else:
                 self._client.update_run(state.run_id, status="RUNNING")
         self._run_id: str = state.run_id
 
-    def _new_run(self, name: str, settings: Mapping[str, Any]) -> str:
+    def _new_run(self, name: str) -> str:
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
         run_id: str = self._client.create_run(experiment_id, run_name=name).info.run_id
+        return run_id
+
+    def _write_settings(self, run_id: str, settings: Mapping[str, Any]) -> None:
         params = [
             self._entities.Param(name, str(value)[:_MAX_PARAM_CHARS])
             for name, value in settings.items()
         ]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(run_id, params=params[start : start + _MAX_PARAMS])
-        return run_id
 
     def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
         """Write one point for each tag."""
@@ -246,23 +264,28 @@ class WandB:
     """
 
     def __init__(self, state: State, folder: Path, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._wandb = wandb
+        self._state = state
         if state.run_id is None:
             state.run_id = uuid.uuid4().hex[:8]
             state.save()
         with _as_os_error("Weights & Biases"):
+            import wandb
+
+            self._wandb = wandb
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", _PROJECT), id=state.run_id,
                 name=folder.name, dir=str(folder), config=dict(settings), resume="allow",
+                reinit="create_new",  # a run of the user's own program stays as it is
                 settings=wandb.Settings(console="off", silent=True),
             )  # fmt: skip
+            # Its own steps must rise from call to call; the curves are drawn over the samples.
+            self._run.define_metric(_STEP)
+            self._run.define_metric("*", step_metric=_STEP)
 
     def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
         """Write one point for each tag."""
         with _as_os_error("Weights & Biases"):
-            self._run.log({**values, "unix_s": unix_s}, step=step)
+            self._log({**values, _STEP: step, "unix_s": unix_s})
 
     def write_text(self, name: str, markdown: str) -> None:
         """Write a text as the file NAME.md of the run."""
@@ -272,7 +295,11 @@ class WandB:
     def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
         """Write a picture."""
         with _as_os_error("Weights & Biases"):
-            self._run.log({name: self._wandb.Image(pixels)}, step=step)
+            self._log({name: self._wandb.Image(pixels), _STEP: step})
+
+    def _log(self, values: dict[str, Any]) -> None:
+        # A point below the newest step would be ignored: a score has that of the newest record.
+        self._run.log(values, step=max(values[_STEP], self._state.last_step))
 
     def finish(self) -> None:
         """End the run."""

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raydl.config.custom_code import HUGGING_FACE
 from raydl.errors import ConfigError
 
-PREFIX = "hf:"
-_TEXT_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "spiece", "sentencepiece")
-"""Beginnings of the names of files of a tokenizer."""
+_OF_THE_MODEL = (".safetensors", ".bin", ".h5", ".msgpack", ".index.json")
+"""Endings of the names of files with weights, which the trained ones replace."""
 
 
 class LocalModel:
@@ -41,12 +41,13 @@ class LocalModel:
         except FileNotFoundError as error:
             raise ConfigError(
                 "model",
-                f"{PREFIX}{folder} must be a local folder with a config.json, as save_pretrained "
-                f"writes it; download a model of the hub first: hf download NAME --local-dir DIR",
+                f"{HUGGING_FACE}{folder} must be a local folder with a config.json, as "
+                f"save_pretrained writes it; download a model of the hub first: "
+                f"hf download NAME --local-dir DIR",
             ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                "model", f"{PREFIX}{folder} must name one architecture in its config.json"
+                "model", f"{HUGGING_FACE}{folder} must name one architecture in its config.json"
             ) from error
 
         self.architecture: str = architecture
@@ -69,11 +70,11 @@ class LocalModel:
         """
         transformers = _transformers()
         kind: Any = getattr(transformers, self.architecture, None)
-        if not hasattr(kind, "from_pretrained"):
+        if not _is_model(kind, transformers):
             raise ConfigError(
                 "model",
-                f"{PREFIX}{self.folder} is a {self.architecture}, which transformers "
-                f"{transformers.__version__} does not have",
+                f"{HUGGING_FACE}{self.folder} is a {self.architecture}, which is no model of "
+                f"transformers {transformers.__version__}",
             )
         if not Path(self.folder, "config.json").is_file():
             values = {k: v for k, v in self._config.items() if k != "model_type"}
@@ -86,19 +87,24 @@ class LocalModel:
         except (OSError, ValueError, RuntimeError) as error:
             problem = str(error).splitlines()[0]
             raise ConfigError(
-                "model", f"{PREFIX}{self.folder} cannot be read: {problem}"
+                "model", f"{HUGGING_FACE}{self.folder} cannot be read: {problem}"
             ) from error
         return model.train()
 
     def save(self, weights: Mapping[str, Tensor], target: str) -> None:
-        """Write weights as a folder that ``from_pretrained`` reads, with the tokenizer's files."""
+        """Write weights as a folder that ``from_pretrained`` reads, with the other files."""
         model: Any = self.build()
         model.load_state_dict(weights)
         model.save_pretrained(target)
         source = Path(self.folder)
-        for path in source.iterdir() if source.is_dir() else ():
-            if path.name.startswith(_TEXT_FILES) and path.is_file():
+        for path in source.iterdir() if source.is_dir() else ():  # of a tokenizer, for example
+            is_new = not Path(target, path.name).exists() and path.is_file()
+            if is_new and not path.name.endswith(_OF_THE_MODEL):
                 shutil.copy(path, target)
+
+
+def _is_model(kind: Any, transformers: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
 
 
 def _transformers() -> Any:
@@ -107,6 +113,6 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "model",
-            f"{PREFIX}FOLDER needs transformers, which is not installed: "
+            f"{HUGGING_FACE}FOLDER needs transformers, which is not installed: "
             f"pip install 'elastic-raydl[transformers]'",
         ) from error

@@ -33,7 +33,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._held = contextlib.ExitStack()
+        self._held, self._validation = contextlib.ExitStack(), contextlib.ExitStack()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizer.
@@ -53,7 +53,11 @@ class LightningCallback(Callback):  # type: ignore[misc]
                 f"must be one, but configure_optimizers returned {len(trainer.optimizers)}",
             )
         self.elastic = attach(pl_module, trainer.optimizers[0], **self._options)
+        self.elastic.saves_frozen = False  # the trainer saves the module
         trainer.strategy.optimizers = [self.elastic]
+        # Checkpoints have the center as the module's weights, with and without an optimizer.
+        trainer.strategy.lightning_module_state_dict = self.elastic.center_state_dict
+        self._held.callback(delattr, trainer.strategy, "lightning_module_state_dict")
         torch.manual_seed(torch.initial_seed() + seed_of_worker(self._options.get("worker_id")))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -64,16 +68,11 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the center into the module until the end of the validation."""
         if self.elastic is not None:
-            self._held.enter_context(self.elastic.center())
+            self._validation.enter_context(self.elastic.center())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Restore the module's own weights."""
-        self._held.close()
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save the center as the module's weights."""
-        if self.elastic is not None:
-            checkpoint["state_dict"] = self.elastic.center_state_dict()
+        self._validation.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the others; the module then holds the center."""
@@ -81,11 +80,16 @@ class LightningCallback(Callback):  # type: ignore[misc]
             pl_module.load_state_dict(self.elastic.center_state_dict())
             self._leave()
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the others, also if there was nothing to train."""
+        self._leave()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the others."""
         self._leave()
 
     def _leave(self) -> None:
+        self._validation.close()
         self._held.close()
         if self.elastic is not None:
             self.elastic.detach()

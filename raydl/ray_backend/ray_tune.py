@@ -13,14 +13,13 @@ from typing import Any
 
 from ray import tune
 
+import raydl
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig, dotted, from_dict, to_dict
 from raydl.core.callbacks import Callback
 from raydl.core.worker_group import Evaluated
 from raydl.errors import ConfigError
-from raydl.run.result import RunCheckpoint
-from raydl.run.trainer import Trainer
-from raydl.storage import Storage
+from raydl.storage import Storage, below
 
 _CPUS_OF_A_TRIAL = 0.01
 
@@ -30,8 +29,9 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
 
     A parameter is a setting by its dotted name: ``{"optimizer.lr": tune.loguniform(0.01, 1)}``.
     Each score of the center is reported: ``accuracy``, ``loss``, and so on, with ``samples``,
-    ``epoch`` and ``seconds``, and the newest checkpoint of the run. A trial that Tune starts again
-    on the same machine, or with ``run.storage_path`` on any, resumes its run.
+    ``epoch`` and ``seconds``, the folder of the run as ``run``, and its newest checkpoint. A trial
+    that Tune starts again on the same machine, or with ``run.storage_path`` on any, resumes its
+    run.
 
     Args:
         config: the settings of all trials; ``run.run_dir`` and ``run.resume`` are the trial's.
@@ -43,7 +43,8 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         settings = _with_parameters(config, parameters)
         resumes = Storage(_root_of(settings, folder)).exists("config.json")
         run = replace(settings.run, run_dir=folder, resume=resumes, progress="none")
-        trainer = Trainer.from_config(replace(settings, run=run))
+        # By its public name: this module is below it.
+        trainer = raydl.Trainer.from_config(replace(settings, run=run))
         trainer.callbacks = (_Reports(_root_of(settings, folder)),)
         trainer.fit()
 
@@ -57,7 +58,7 @@ class _Reports(Callback):
     """Reports each score to Tune, with a checkpoint if there is a new one."""
 
     def __init__(self, run: str) -> None:
-        self._store = CheckpointStore(Storage(run))
+        self._run, self._store = run, CheckpointStore(Storage(run))
         self._reported = ""
 
     def evaluated(self, evaluated: Evaluated) -> None:
@@ -68,6 +69,7 @@ class _Reports(Callback):
             "samples": progress.num_samples,
             "epoch": progress.epoch,
             "seconds": progress.seconds,
+            "run": self._run,
         }
         tune.report(values, checkpoint=self._new_checkpoint())
 
@@ -76,7 +78,7 @@ class _Reports(Callback):
         if not names or names[-1] == self._reported:
             return None
         self._reported = names[-1]
-        return tune.Checkpoint.from_directory(RunCheckpoint(self._store.root, names[-1]).path)
+        return tune.Checkpoint.from_directory(below(self._store.root, f"checkpoints/{names[-1]}"))
 
 
 def _root_of(config: TrainConfig, folder: str) -> str:

@@ -19,10 +19,12 @@ from raydl.worker.user_loop import Attached
 
 
 class ElasticCallback(TrainerCallback):  # type: ignore[misc]
-    """Ends the elastic training of a trainer; ``attach_trainer`` adds it."""
+    """Begins and ends the elastic training of a trainer; ``attach_trainer`` adds it."""
 
     elastic: Attached | None = None
     """The handle of ``raydl.attach``; None: the training has not begun, or has ended."""
+    plain: Any = None
+    """The optimizer that the handle stands in for."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Join the others, with a replica that the trainer may have loaded."""
@@ -35,8 +37,13 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
             return
         if state.best_model_checkpoint is None or not args.load_best_model_at_end:
             kwargs["model"].load_state_dict(self.elastic.center_state_dict())
-        self.elastic.detach()
-        self.elastic = None
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the others, if the training is not over."""
+        if self.elastic is not None:
+            self.elastic.detach()
+            self.elastic = None
 
 
 def attach_trainer(trainer: Trainer, **options: Any) -> ElasticCallback:
@@ -58,21 +65,29 @@ def attach_trainer(trainer: Trainer, **options: Any) -> ElasticCallback:
     _check(trainer)
     callback = ElasticCallback()
 
-    def attached(model: Any, optimizer: Any) -> Attached:
-        callback.elastic = attach(model, optimizer, **options)
-        return callback.elastic
-
-    create_optimizer = trainer.create_optimizer
+    create_optimizer, train = trainer.create_optimizer, trainer.train
 
     def create_attached(model: Any = None) -> Any:
         if callback.elastic is None:
-            trainer.optimizer = attached(trainer.model, create_optimizer(model))
+            callback.plain = create_optimizer(model)
+            callback.elastic = attach(trainer.model, callback.plain, **options)
+            callback.elastic.saves_frozen = False  # the trainer saves the model
+            trainer.optimizer = callback.elastic
         return trainer.optimizer
 
-    trainer.create_optimizer = create_attached
+    def train_together(*arguments: Any, **named: Any) -> Any:
+        try:
+            return train(*arguments, **named)
+        finally:
+            callback.leave()
+            trainer.optimizer = callback.plain  # for another train()
+
+    trainer.create_optimizer, trainer.train = create_attached, train_together
     trainer.evaluate = _of_center(trainer.evaluate, callback)
     trainer.save_model = _of_center(trainer.save_model, callback)
     trainer.add_callback(callback)
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0, callbacks.pop())  # the others see the center at the end
     if trainer.args.data_seed is None:
         seed = (trainer.args.seed + seed_of_worker(options.get("worker_id"))) % 2**31
         trainer.args.data_seed = trainer.accelerator.dataloader_config.data_seed = seed
@@ -86,11 +101,11 @@ def _check(trainer: Any) -> None:
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ConfigError("trainer", "cannot use DeepSpeed or FSDP: a replica must fit one worker")
-    if trainer.args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED):
+    if trainer.args.parallel_mode != ParallelMode.NOT_PARALLEL:
         raise ConfigError(
             "trainer",
-            "is distributed already, and would sum each gradient; start each trainer in an actor "
-            "of its own, with at most one GPU",
+            "is parallel already, and would sum each gradient; start each trainer in an actor of "
+            "its own, which sees at most one GPU",
         )
 
 

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
+from raydl.config.run import METRIC_LINES, TRACKER_STATES
 from raydl.errors import ConfigError, DataError
-from raydl.metrics.trackers import LINES_FILE, STATE_FILES
 from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.lock import held
@@ -40,7 +40,8 @@ from raydl.run.versions import installed_version
 from raydl.storage import Storage, below, in_words, parent_and_name
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
-_CURVES = ("events.out.tfevents", STATE_FILES, LINES_FILE)
+_EVENTS = "events.out.tfevents"
+_CURVES = (_EVENTS, TRACKER_STATES, METRIC_LINES)
 """Beginnings of the names of the files that a driver writes to its local folder."""
 SUBMISSION = "RAYDL_SUBMISSION"
 """Environment variable with the id of the submission, for the drivers of all its attempts."""
@@ -144,9 +145,19 @@ class RunFolder:
             return
         for name in self.storage.list_dir(""):
             local = self.path / name
-            if name.startswith(_CURVES) and not local.exists():  # of a start on another machine
+            if name.startswith(_CURVES) and self._is_newer(name, local):
                 self.storage.copy_out(name, str(local))
                 self._copied[name] = _version_of(local)
+
+    def _is_newer(self, name: str, local: Path) -> bool:
+        """Whether a file of curves in the storage is of a later start on another machine.
+
+        Each start has event files of its own. The other files go on, and the longer is the newer.
+        """
+        if not local.exists():
+            return True
+        is_of_all = not name.startswith(_EVENTS)
+        return is_of_all and len(self.storage.read_bytes(name)) > local.stat().st_size
 
     def write_config(self, config: TrainConfig) -> None:
         """Write all settings, the versions of the packages, and the submission.

@@ -151,6 +151,7 @@ class JsonLines:
         self._print({"event": sentence})
 
     def _print(self, values: Mapping[str, Any]) -> None:
+        values = {k: None if isinstance(v, float) and v != v else v for k, v in values.items()}
         line = json.dumps(
             {"unix_s": round(time.time(), 3), "logger": LOGGER, **values}, default=float
         )

@@ -34,6 +34,7 @@ from raydl.config import (
     dotted,
     to_dict,
 )
+from raydl.config.custom_code import HUGGING_FACE
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
 from raydl.core.custom_rule import as_method
@@ -61,7 +62,6 @@ from raydl.metrics import (
     Thinned,
     trackers,
 )
-from raydl.models import hugging_face
 from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact_values
 from raydl.run.control_channel import ControlChannel
@@ -470,7 +470,7 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
-        if task.startswith(hugging_face.PREFIX):
+        if task.startswith(HUGGING_FACE):
             HuggingFace(task)  # raises an error if the folder has no model
             return None
         models.find(task)  # raises an error if there is none
@@ -568,9 +568,9 @@ def _finish(
     }
     if lacks_score:  # the newest score is that of an earlier center
         metrics |= {"center_accuracy": None, "center_loss": None}
-    within(start.folder.storage, lambda: start.folder.write_result(metrics))
-    if isinstance(task, Exports):
+    if isinstance(task, Exports):  # before the result, which marks the run as complete
         _export(task, start)
+    within(start.folder.storage, lambda: start.folder.write_result(metrics))
     return _result_of(start, metrics)
 
 

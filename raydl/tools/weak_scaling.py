@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from raydl.config import RunConfig, TrainConfig, to_dict
+from raydl.config import TrainConfig, to_dict
 from raydl.errors import ConfigError
 from raydl.redaction import redact_values
 from raydl.tools.comparison.report import machine
@@ -65,7 +65,7 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
             base,
             training=dataclasses.replace(base.training, steps=base.training.steps or _STEPS),
             scaling=dataclasses.replace(base.scaling, num_workers=count),
-            run=RunConfig(run_dir=str(out / f"workers-{count}"), progress=progress),
+            run=dataclasses.replace(run, run_dir=str(out / f"workers-{count}"), progress=progress),
         )
         for count in scaling.counts
     ]

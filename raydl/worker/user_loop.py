@@ -158,6 +158,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "optimizer",
             "is attached already, and would exchange twice; pass the optimizer that it was made of",
         )
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise ConfigError(
+            "optimizer",
+            f"is wrapped already, in an {type(optimizer).__name__}; call raydl.attach before "
+            f"accelerator.prepare",
+        )
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
             "optimizer", "cannot be LBFGS: it computes the loss several times in a step"
@@ -258,6 +264,9 @@ class Attached(Optimizer):
         self._loaded: Snapshot | None = None
         self._loaded_non_trainable: Mapping[str, Any] = {}
         self._holds_center = False
+        self.saves_frozen = True
+        """Whether ``state_dict()`` has frozen parameters. Where a library saves the model as well,
+        those of a large frozen model need not be there twice."""
         self._num_failed = self._num_skipped = 0
         # For a loop that does not call detach().
         weakref.finalize(self, rendezvous.fall_silent).atexit = False
@@ -394,7 +403,7 @@ class Attached(Optimizer):
         return {
             "local_step": self.local_step,
             "replica": self._replica.state_dict(),
-            "untrained": as_tensors(self._flat.non_trainable.arrays()),
+            "untrained": self._frozen(),
             "center": {
                 **{name: value for name, value in vars(center).items() if name not in _RENAMED},
                 **vars(center.progress),
@@ -403,6 +412,11 @@ class Attached(Optimizer):
                 "untrained": as_tensors(center.non_trainable),
             },
         }
+
+    def _frozen(self) -> Any:
+        """Return the state that is neither trained nor averaged, for a saved state."""
+        non_trainable = self._flat.non_trainable
+        return as_tensors(non_trainable.arrays() if self.saves_frozen else non_trainable.own())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, before this worker joins the others.
@@ -424,10 +438,10 @@ class Attached(Optimizer):
                 self._rendezvous.name,
                 "load_state_dict must be called before `with`, step() and rank",
             )
+        self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
         if has_steps:
             self._loaded = _loaded_center(state["center"])
-        self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
-        self._loaded_non_trainable = state["replica"].get("untrained", {})
+            self._loaded_non_trainable = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
         self._runner.local_step = state["local_step"]

@@ -48,6 +48,11 @@ def test_the_command_line_wins_wherever_the_file_stands(file):
     assert parse_train(file("")) == parse_train([])
 
 
+def test_a_length_that_is_given_replaces_the_one_of_the_file(file):
+    training = parse_train([*file("epochs: 3\n"), "--samples", "500"]).training
+    assert (training.epochs, training.samples) == (parse_train([]).training.epochs, 500)
+
+
 def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, capsys):
     words = ["--data", "synthetic:64", "--model", "mlp", "--workers", "0", "--batch-size", "8"]
     words += ["--epochs", "2", "--optimizer.clip-grad-norm", "None", "--run.progress", "none"]
@@ -97,4 +102,4 @@ def test_a_job_gets_the_settings_of_the_file(file, monkeypatch):
     monkeypatch.setattr(submission, "Submitter", lambda *_: None)
     monkeypatch.setattr(submitting, "_watch", lambda *_, **__: 0)
     assert cli.main(["submit", "--", *file("epochs: 3\nworkers: 2\n"), "--epochs", "7"]) == 0
-    assert planned == ["--epochs", "3", "--workers", "2", "--epochs", "7"]
+    assert planned == ["--workers", "2", "--epochs", "7"]

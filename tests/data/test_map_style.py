@@ -117,7 +117,7 @@ def test_a_loader_gives_its_collate_fn_and_its_processes(num_workers):
 @pytest.mark.processes
 def test_loading_processes_end_with_a_killed_worker(tmp_path):
     code = """
-import os, signal, sys
+import os, pickle, signal, sys
 import numpy as np
 from torch.utils.data import DataLoader
 from raydl.config import InputConfig
@@ -126,8 +126,9 @@ from test_map_style import Points
 
 if __name__ == "__main__":
     data = from_map_style(DataLoader(Points(), num_workers=2), seed=0, input=InputConfig())
-    data.train.fetch(np.arange(8))
-    print(*data.train._pool._processes, flush=True)
+    train = pickle.loads(pickle.dumps(data.train))  # as a worker gets it
+    train.fetch(np.arange(8))
+    print(*train._pool._processes, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     script = tmp_path / "script.py"

@@ -57,6 +57,17 @@ def test_points_are_left_out_while_the_center_is_behind(tmp_path):
     assert [line["samples"] for line in lines_of(tmp_path)] == [8, 16, 24, 28]
 
 
+def test_a_score_that_was_computed_meanwhile_is_written_at_its_own_step(tmp_path):
+    """It is that of an earlier center than the newest record."""
+    writer = writer_of(tmp_path)
+    write(writer, 8, 16, 24)
+    writer.scalars({"center/accuracy": 0.5}, num_samples=12)
+    write(writer, 32)
+    lines = lines_of(tmp_path)
+    assert [line["samples"] for line in lines] == [8, 16, 24, 12, 32]
+    assert lines[3]["center/accuracy"] == 0.5
+
+
 def test_a_step_that_was_noted_and_not_written_is_left_out_and_not_written_twice(tmp_path):
     class Broken(JsonLines):
         def write(self, values, *, step, unix_s):
@@ -207,7 +218,7 @@ def test_a_run_that_was_killed_goes_on_as_the_same_run(tmp_path, servers):
     assert run.info.run_name == "run"
     assert run.data.params["method.name"] == "sync-easgd"
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert {"settings.md", "events.md"} <= artifacts
+    assert {"settings-2.md", "events-2.md"} <= artifacts, "those of the second start"
     ids, starts = steps_in_wandb(folder)
     assert len(ids) == 1
     assert len(starts) == 2

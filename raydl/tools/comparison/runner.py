@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Fit = Callable[[TrainConfig], Mapping[str, Any]]
 """Trains one run and returns its figures, the content of ``result.json``."""
 
-_STOPPED = {"SIGINT": 130, "SIGTERM": 143}
+_STOPPED = {"SIGINT": 130, "SIGTERM": 143, "raydl stop": 143}
 
 
 def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = "") -> int:

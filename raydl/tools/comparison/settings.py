@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from raydl.config import MethodConfig, RunConfig, TrainConfig
+from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require
 from raydl.errors import ConfigError
 from raydl.tools.comparison.figures import Run
@@ -99,5 +99,5 @@ def _config_of(comparison: Comparison, name: str, seed: int, out: Path) -> Train
         base,
         method=dataclasses.replace(base.method, name=name),
         training=dataclasses.replace(base.training, seed=seed),
-        run=RunConfig(run_dir=str(folder), progress=progress),
+        run=dataclasses.replace(base.run, run_dir=str(folder), progress=progress),
     )
