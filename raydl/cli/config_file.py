@@ -7,11 +7,13 @@ by their options (``lr: 0.1``), or the ``config.json`` of an earlier run, withou
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
 
+from raydl.config import TrainConfig, from_dict, to_dict
 from raydl.errors import ConfigError
 
 _OPTION = "--config"
@@ -79,7 +81,7 @@ def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]
         raise ConfigError(_OPTION, f"{path} must have settings by name, as in epochs: 5")
     is_of_a_run = isinstance(values.get("config"), Mapping) and "versions" in values
     names = {option.flag: name for name, option in options.items()} | {n: n for n in options}
-    settings = _settings(values["config"] if is_of_a_run else values, names, path)
+    settings = _settings(_present_names(path) if is_of_a_run else values, names, path)
     skipped += _OF_ONE_RUN if is_of_a_run else ()
     return [
         word
@@ -87,6 +89,17 @@ def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]
         if name not in skipped
         for word in _words(options[name], value)
     ]
+
+
+def _present_names(path: str) -> Any:
+    """Return the settings of a ``config.json`` by the names of this version, with texts as values.
+
+    Raises:
+        ConfigError: if a setting is not of this version.
+    """
+    with open(path, encoding="utf-8") as file:
+        config = from_dict(TrainConfig, json.load(file)["config"])
+    return yaml.load(json.dumps(to_dict(config)), yaml.BaseLoader)
 
 
 def _settings(

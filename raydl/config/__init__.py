@@ -127,6 +127,7 @@ _FORMER_NAMES = {
     (OptimizerConfig, "schedule"): "lr_schedule",
     (OptimizerConfig, "max_grad_norm"): "clip_grad_norm",
     (TrainingConfig, "accumulate"): "microbatches",
+    (CheckpointConfig, "keep"): "num_to_keep",
 }
 """Current names of settings, by class and the name that earlier versions wrote."""
 

@@ -62,7 +62,7 @@ class CheckpointConfig:
     """Seconds between two checkpoints; None: not by time."""
     every_epochs: int | None = None
     """Epochs between two checkpoints; None: not by epochs."""
-    keep: int = 2
+    num_to_keep: int = 2
     """Checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
     """Keep the center with the best score as best.safetensors, beside the checkpoints."""
@@ -72,7 +72,7 @@ class CheckpointConfig:
             require_positive("checkpoint.every_s", self.every_s, "a positive number of seconds")
         every = self.every_epochs
         require(every is None or every >= 1, "checkpoint.every_epochs", "1 or more", every)
-        require(self.keep >= 1, "checkpoint.keep", "1 or more", self.keep)
+        require(self.num_to_keep >= 1, "checkpoint.num_to_keep", "1 or more", self.num_to_keep)
 
 
 @dataclass(frozen=True, kw_only=True)

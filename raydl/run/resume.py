@@ -63,7 +63,9 @@ class Start:
         """
         num_samples = order.num_samples
         epoch = folder.epoch.number
-        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep, driver_epoch=epoch)
+        store = CheckpointStore(
+            folder.storage, keep=config.checkpoint.num_to_keep, driver_epoch=epoch
+        )
         best = BestCenter(folder.storage, flat, driver_epoch=epoch)
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])

@@ -55,7 +55,7 @@ def test_help_is_grouped_and_names_the_short_flags(capsys):
     flags = (
         "--data --model --method --workers --epochs --steps --batch-size --lr --momentum --beta "
         "--period --seed --run-dir --resume --storage-path --cpus-per-worker --gpus-per-worker "
-        "--exchange.timeout-s --checkpoint.keep"
+        "--exchange.timeout-s --checkpoint.num-to-keep"
     )
     for flag in flags.split():
         assert flag in text, flag

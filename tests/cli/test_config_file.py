@@ -59,7 +59,11 @@ def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, 
     run = tmp_path / "run"
     assert cli.main(["train", *words, "--run-dir", str(run)]) == 0
     capsys.readouterr()
-    config = parse_train(["--config", str(run / "config.json"), "--seed", "5"])
+    written = json.loads((run / "config.json").read_text())
+    checkpoint = written["config"]["checkpoint"]
+    checkpoint["keep"] = checkpoint.pop("num_to_keep")  # as an earlier version wrote it
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = parse_train(["--config", str(tmp_path / "config.json"), "--seed", "5"])
     assert config.run.run_dir is None
     assert not config.run.resume
     before = dotted(json.loads((run / "config.json").read_text())["config"])

@@ -67,7 +67,10 @@ from raydl.run.trainer import Trainer
             lambda: RunConfig(resume=True),
             "run.resume needs run.run_dir, the folder of the run to resume",
         ),
-        (lambda: CheckpointConfig(keep=0), "checkpoint.keep must be 1 or more, got 0"),
+        (
+            lambda: CheckpointConfig(num_to_keep=0),
+            "checkpoint.num_to_keep must be 1 or more, got 0",
+        ),
         (
             lambda: CheckpointConfig(every_s=0),
             "checkpoint.every_s must be a positive number of seconds, got 0",
@@ -185,6 +188,7 @@ def test_a_setting_of_another_version_is_named():
         (OptimizerConfig, "schedule", "lr_schedule", "linear"),
         (OptimizerConfig, "max_grad_norm", "clip_grad_norm", 3.0),
         (TrainingConfig, "accumulate", "microbatches", 4),
+        (CheckpointConfig, "keep", "num_to_keep", 3),
     ],
 )
 def test_a_run_of_an_earlier_version_is_read_by_the_names_it_was_written_with(
