@@ -228,19 +228,19 @@ def build_model(task: Task, shape: DataShape, *, seed: int) -> nn.Module:
     return task.build_model(shape)
 
 
-def task_for(model: str, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:
+def task_for(model: str | ModelFactory, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:
     """Return the task for the data: next-token prediction for texts, else classification.
 
     Args:
-        model: a name in ``raydl models``, ``hf:FOLDER``, ``torchvision:NAME`` or
-            ``module:function``.
+        model: a name in ``raydl models``, ``hf:FOLDER``, ``torchvision:NAME``,
+            ``module:function``, or a function that builds a model.
         shape: shape of the data.
         label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes.
 
     Raises:
         ConfigError: if no model has the name, or labels of a model of transformers are smoothed.
     """
-    if model.startswith(HUGGING_FACE):
+    if isinstance(model, str) and model.startswith(HUGGING_FACE):
         if label_smoothing:
             raise ConfigError(
                 "training.label_smoothing",
