@@ -35,16 +35,19 @@ def alone(monkeypatch):
     return lightning_callback.LightningCallback(method="sync-easgd", worker_id="w0")
 
 
-def fit(job, folder, callback, *, epochs=2, module=None, **options):
+def fit(job, folder, callback, *, epochs=2, module=None, trainer=None, **options):
     """Train on a small part of the digits for whole rounds; return the trainer and the module."""
     import lightning
 
     torch.manual_seed(0)
     module = module or job["Perceptron"]()
+    for parameter in module.parameters():  # whenever it was made
+        torch.nn.init.normal_(parameter, std=0.1)
+    own = {"callbacks": [callback] if callback else [], **(trainer or {})}
     trainer = lightning.Trainer(
         max_epochs=epochs, limit_train_batches=8, limit_val_batches=2, accelerator="cpu",
-        callbacks=[callback], default_root_dir=str(folder), logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=str(folder), logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **own,
     )  # fmt: skip
     trainer.fit(module, job["loader"]("train", shuffle=False), job["loader"]("test", shuffle=False),
                 **options)  # fmt: skip
@@ -81,6 +84,44 @@ def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_pat
     checkpoint = trainer.checkpoint_callback.best_model_path
     _, resumed = fit(job, tmp_path / "rest", alone, epochs=3, ckpt_path=checkpoint)
     assert same(copied(whole), copied(resumed))
+
+
+@pytest.mark.processes
+def test_accumulation_clipping_and_schedules_give_the_steps_of_the_plain_module(
+    job, tmp_path, monkeypatch
+):
+    from raydl.ray_backend import lightning_callback
+
+    class Scheduled(job["Perceptron"]):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=2)
+            return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
+
+    def attach(model, optimizer, *, worker_id=None, **_):  # without an exchange in so few steps
+        config = settings(MethodConfig(name="sync-easgd", period=10**6), 1)
+        elastic = Threads(config).attach(model, optimizer, worker_id)
+        monkeypatch.setattr(elastic, "center_state_dict", lambda: copied(model))
+        return elastic
+
+    monkeypatch.setattr(lightning_callback, "attach", attach)
+    callbacks = [None, lightning_callback.LightningCallback(worker_id="w0")]
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    ends = [
+        copied(fit(job, tmp_path / str(n), callback, module=Scheduled(), trainer=options)[1])
+        for n, callback in enumerate(callbacks)
+    ]
+    assert same(*ends)
+
+
+@pytest.mark.processes
+def test_weights_that_are_saved_alone_are_those_of_the_center(job, tmp_path, alone):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(dirpath=tmp_path / "saved", save_weights_only=True)
+    _, module = fit(job, tmp_path, alone, trainer={"callbacks": [alone, saving]})
+    saved = torch.load(saving.best_model_path, weights_only=True)
+    assert same(saved["state_dict"], copied(module))
 
 
 @pytest.mark.processes

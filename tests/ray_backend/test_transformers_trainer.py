@@ -137,6 +137,70 @@ def test_each_worker_draws_an_order_of_its_own_unless_a_data_seed_is_given(job, 
 
 
 @pytest.mark.processes
+def test_a_trainer_trains_again_and_an_error_lets_its_worker_leave(job, tmp_path, alone):
+    trainer, model = trainer_of(job, tmp_path, save_strategy="no")
+    callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    trainer.train()
+    first = copied(model)
+    trainer.train()
+    assert not same(first, copied(model))
+    training_step = trainer.training_step
+
+    def broken(*arguments, **named):
+        if trainer.state.global_step == 3:
+            raise ZeroDivisionError("my own mistake")
+        return training_step(*arguments, **named)
+
+    trainer.training_step = broken
+    with pytest.raises(ZeroDivisionError, match="my own mistake"):
+        trainer.train()
+    assert callback.elastic is None
+
+
+@pytest.mark.processes
+def test_other_callbacks_see_the_center_at_the_end(job, tmp_path, alone):
+    import transformers
+
+    class Looking(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            self.elastic = callback.elastic
+
+        def on_train_end(self, *_, model, **__):
+            self.seen = copied(model)
+
+    looking = Looking()
+    trainer, _ = trainer_of(job, tmp_path, save_strategy="no")
+    trainer.add_callback(looking)
+    callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    trainer.train()
+    assert same(looking.seen, looking.elastic.center_state_dict())
+
+
+@pytest.mark.processes
+def test_a_checkpoint_has_the_frozen_model_once(job, tmp_path, alone):
+    trainer, model = trainer_of(job, tmp_path, save_steps=8)
+    raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    trainer.train()
+    frozen = sum(p.numel() * 4 for p in model.parameters() if not p.requires_grad)
+    assert (tmp_path / "checkpoint-8/optimizer.pt").stat().st_size < 0.2 * frozen
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["is_deepspeed_enabled", "is_fsdp_enabled", "parallel"])
+def test_a_trainer_that_shards_or_is_parallel_is_refused(job, tmp_path, monkeypatch, what):
+    from transformers.training_args import ParallelMode, TrainingArguments
+
+    trainer, _ = trainer_of(job, tmp_path)
+    if what == "parallel":
+        several = property(lambda arguments: ParallelMode.NOT_DISTRIBUTED)  # several GPUs
+        monkeypatch.setattr(TrainingArguments, "parallel_mode", several)
+    else:
+        monkeypatch.setattr(trainer, what, True)
+    with pytest.raises(ConfigError, match=r"DeepSpeed or FSDP|is parallel already"):
+        raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+
+
+@pytest.mark.processes
 def test_something_else_than_a_trainer_is_refused():
     with pytest.raises(ConfigError, match=r"must be a transformers\.Trainer, got a str"):
         raydl.attach_trainer("trainer", method="sync-easgd")
