@@ -266,7 +266,7 @@ def trainer(run_dir, *scores, callbacks=(), resume=False, epochs=3, **settings):
         training=TrainingConfig(epochs=epochs, batch_size=32, **settings),
         scaling=raydl.ScalingConfig(num_workers=0),
         run=raydl.RunConfig(run_dir=str(run_dir), progress="none", resume=resume),
-        checkpoint=CheckpointConfig(every_s=None, every_epochs=1, keep=9, keep_best=True),
+        checkpoint=CheckpointConfig(every_s=None, every_epochs=1, num_to_keep=9, keep_best=True),
         callbacks=callbacks,
     )
 
