@@ -21,7 +21,8 @@ from raydl.tools.report.facts import read_run
 
 QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:ray")
 NUM_TRIALS = 8
-EPOCHS = 12
+MOST_EPOCHS = 40
+"""On a busy machine a score takes some epochs: the first must come before the last one."""
 
 
 @pytest.mark.cluster
@@ -38,7 +39,7 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
         data="digits",
         model="origins:model",  # whose steps sleep: a trial lasts long enough to be ended
         scaling=ScalingConfig(num_workers=(1, 2), cpus_per_worker=0.5),
-        training=TrainingConfig(epochs=EPOCHS, batch_size=32),
+        training=TrainingConfig(epochs=10**6, batch_size=32),  # the scheduler ends it
         optimizer=OptimizerConfig(lr_schedule="constant", warmup=0.0),
         evaluation=EvaluationConfig(every_epochs=1),
         checkpoint=CheckpointConfig(every_epochs=1, every_s=None),
@@ -53,7 +54,7 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
             mode="max",
             max_concurrent_trials=2,
             scheduler=tune.schedulers.ASHAScheduler(
-                time_attr="epoch", max_t=EPOCHS, grace_period=2, reduction_factor=2
+                time_attr="epoch", max_t=MOST_EPOCHS, grace_period=2, reduction_factor=2
             ),
         ),
         run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
@@ -64,9 +65,8 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
     assert best.metrics["accuracy"] > 0.9
     assert best.config["optimizer.lr"] >= 1e-2
     epochs = [result.metrics["epoch"] for result in results]
-    assert max(epochs) >= EPOCHS
-    assert min(epochs) < EPOCHS, "no trial was ended"
-    # Tune ends the best trial, too, at its last epoch: no run has a result.
+    assert max(epochs) >= MOST_EPOCHS
+    assert min(epochs) < MOST_EPOCHS, "no trial was ended early"
     logged = [[e.sentence for e in read_run(r.metrics["run"]).history.events] for r in results]
     assert any(line.startswith("fault 1: kill") for lines in logged for line in lines)
     assert any(line.startswith("generation 3: ") for lines in logged for line in lines)
