@@ -51,7 +51,8 @@ class Perceptron(lightning.LightningModule):  # type: ignore[misc]
 def train(num_workers: int) -> float:
     """Train one worker and return the accuracy of the center."""
     elastic = raydl.LightningCallback(method="sync-easgd", name="digits", num_workers=num_workers)
-    trainer = lightning.Trainer(max_epochs=20, accelerator="cpu", callbacks=[elastic])
+    quiet = {"logger": False, "enable_checkpointing": False}  # no files
+    trainer = lightning.Trainer(max_epochs=20, accelerator="cpu", callbacks=[elastic], **quiet)
     trainer.fit(Perceptron(), loader("train", shuffle=True), loader("test", shuffle=False))
     return float(trainer.callback_metrics["accuracy"])
 
