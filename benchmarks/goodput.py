@@ -366,10 +366,7 @@ def limit_of_link(planned: Planned, alone: float, quiet: float) -> float:
 
 
 def add_results(
-    report: Report,
-    results: dict[str, list[Goodput]],
-    alone: dict[str, float],
-    times: Times,
+    report: Report, results: dict[str, list[Goodput]], alone: dict[str, float], times: Times
 ) -> None:
     """Add the table and the figures to a report.
 

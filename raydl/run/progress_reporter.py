@@ -81,8 +81,8 @@ class Silent:
         """Do nothing."""
 
 
-class PlainLines:
-    """Prints a line every few seconds, for logs.
+class _Lines:
+    """Prints lines, with the time of the last line about the progress.
 
     Args:
         console: the output.
@@ -92,8 +92,26 @@ class PlainLines:
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._start = clock()
         self._shown_at = float("-inf")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Do nothing: the lines stay."""
+
+
+class PlainLines(_Lines):
+    """Prints a line every few seconds, for logs.
+
+    Args:
+        console: the output.
+        clock: the time in seconds, from any origin.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock=clock)
+        self._start = clock()
         self._shown_center = ""
 
     def update(self, view: ProgressView) -> None:
@@ -105,7 +123,7 @@ class PlainLines:
         self._shown_at, self._shown_center = now, center
         states = (f"{n} {state}" for state, n in view.workers.items() if state != "training")
         others = ", ".join(states)
-        self._print(
+        self._print_timed(
             f"{_position(view)}  {view.progress.num_samples:,} samples  {_rate(view)}  "
             f"loss {_number(view.train_loss, '.3f')}  center {center}  "
             f"workers {view.workers.get('training', 0)}{others and f' ({others})'}  "
@@ -114,28 +132,20 @@ class PlainLines:
 
     def event(self, sentence: str) -> None:
         """Print the sentence."""
-        self._print(sentence)
+        self._print_timed(sentence)
 
-    def _print(self, line: str) -> None:
+    def _print_timed(self, line: str) -> None:
         elapsed = clock_text(self._clock() - self._start, is_short=True)
-        self._console.print(f"[{elapsed}] {line}", markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Do nothing: the lines stay."""
+        self._print(f"[{elapsed}] {line}")
 
 
-class JsonLines:
+class JsonLines(_Lines):
     """Prints a line of JSON for each event, and for the progress every few seconds.
 
     Args:
         console: the output.
         clock: the time in seconds, from any origin.
     """
-
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._shown_at = float("-inf")
 
     def update(self, view: ProgressView) -> None:
         """Print the progress, if the last one is old."""
@@ -144,21 +154,16 @@ class JsonLines:
             return
         self._shown_at = now
         values = asdict(view)
-        self._print({**values.pop("progress"), **values, "eta_s": view.eta_s})
+        self._print_json({**values.pop("progress"), **values, "eta_s": view.eta_s})
 
     def event(self, sentence: str) -> None:
         """Print the sentence."""
-        self._print({"event": sentence})
+        self._print_json({"event": sentence})
 
-    def _print(self, values: Mapping[str, Any]) -> None:
+    def _print_json(self, values: Mapping[str, Any]) -> None:
         values = {k: None if isinstance(v, float) and v != v else v for k, v in values.items()}
-        line = json.dumps(
-            {"unix_s": round(time.time(), 3), "logger": LOGGER, **values}, default=float
-        )
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Do nothing: the lines stay."""
+        shown = {"unix_s": round(time.time(), 3), "logger": LOGGER, **values}
+        self._print(json.dumps(shown, default=float))
 
 
 class LivePanel:

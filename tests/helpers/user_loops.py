@@ -83,6 +83,28 @@ class Threads:
         return group.member(membership.worker_ids.index(worker_id))
 
 
+def attach_alone(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    method: str,
+    worker_id: str | None = None,
+) -> Attached:
+    """Return the handle of a user loop that is the only worker of its run, without Ray."""
+    config = settings(MethodConfig(name=method, period=4), 1)
+    return Threads(config).attach(model, optimizer, worker_id)
+
+
+def copied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the state of a model."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Tell whether two states have the same names and values."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def run_all(loops: list[Callable[[], Any]]) -> list[Any]:
     """Run loops in threads and return their results."""
     with ThreadPoolExecutor(len(loops)) as pool:

@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 from repository import ROOT
-from user_loops import Threads, settings
+from user_loops import Threads, attach_alone, copied, same, settings
 
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
@@ -27,11 +27,7 @@ def alone(monkeypatch):
     """Modules are those of a run of one worker, without Ray."""
     from raydl.ray_backend import lightning_callback
 
-    def attach(model, optimizer, *, method, worker_id=None):
-        config = settings(MethodConfig(name=method, period=4), 1)
-        return Threads(config).attach(model, optimizer, worker_id)
-
-    monkeypatch.setattr(lightning_callback, "attach", attach)
+    monkeypatch.setattr(lightning_callback, "attach", attach_alone)
     return lightning_callback.LightningCallback(method="sync-easgd", worker_id="w0")
 
 
@@ -52,14 +48,6 @@ def fit(job, folder, callback, *, epochs=2, module=None, trainer=None, **options
     trainer.fit(module, job["loader"]("train", shuffle=False), job["loader"]("test", shuffle=False),
                 **options)  # fmt: skip
     return trainer, module
-
-
-def copied(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.processes

@@ -9,10 +9,10 @@ import time
 import pytest
 import ray
 import torch
-from user_loops import Threads, settings
+from user_loops import attach_alone, copied, same
 
 import raydl
-from raydl.config import ElasticConfig, MethodConfig
+from raydl.config import ElasticConfig
 from raydl.errors import ConfigError
 
 BOUND_S = 200
@@ -39,11 +39,7 @@ def alone(monkeypatch):
     """Trainers are those of a run of one worker, without Ray."""
     from raydl.ray_backend import transformers_trainer
 
-    def attach(model, optimizer, *, method, worker_id=None):
-        config = settings(MethodConfig(name=method, period=4), 1)
-        return Threads(config).attach(model, optimizer, worker_id)
-
-    monkeypatch.setattr(transformers_trainer, "attach", attach)
+    monkeypatch.setattr(transformers_trainer, "attach", attach_alone)
 
 
 def trainer_of(job, folder, **arguments):
@@ -60,14 +56,6 @@ def trainer_of(job, folder, **arguments):
     )  # fmt: skip
     data = job["samples"](200, 0)
     return transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data[:40]), model
-
-
-def copied(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.processes

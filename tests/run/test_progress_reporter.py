@@ -65,13 +65,17 @@ def test_the_panel_shows_all_values():
     assert "epoch 1.5 " in rendered(dataclasses.replace(VIEW, num_epochs=None), 80)
 
 
+def update_each_second(reporter, now, num_seconds):
+    for second in range(num_seconds):
+        now[0] = float(second)
+        reporter.update(VIEW)
+
+
 def test_plain_lines_are_printed_every_few_seconds_and_for_a_new_accuracy():
     now = [0.0]
     console = Console(file=io.StringIO(), width=200)
     plain = PlainLines(console, clock=lambda: now[0])
-    for second in range(12):
-        now[0] = float(second)
-        plain.update(VIEW)
+    update_each_second(plain, now, 12)
     now[0] = 12.5
     plain.update(dataclasses.replace(VIEW, center_accuracy=0.99))
     plain.event("w1 joins")
@@ -100,9 +104,7 @@ def test_lines_of_json_have_the_events_and_every_few_seconds_the_progress():
     now = [0.0]
     console = Console(file=io.StringIO(), width=40)
     lines = JsonLines(console, clock=lambda: now[0])
-    for second in range(7):
-        now[0] = float(second)
-        lines.update(VIEW)
+    update_each_second(lines, now, 7)
     lines.event('w1 "joins"')
     first, second, event = map(json.loads, console.file.getvalue().splitlines())
     assert first["num_samples"] == second["num_samples"] == 90_000

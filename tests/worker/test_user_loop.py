@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from user_loops import Threads, run_all, settings
+from user_loops import Threads, copied, run_all, same, settings
 
 import raydl
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -122,14 +122,6 @@ def take_steps(model, optimizer, elastic, count, *, first=0):
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         elastic.step()
-
-
-def copied(model):
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def same(a, b):
-    return all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
