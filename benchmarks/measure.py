@@ -14,10 +14,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +123,7 @@ class Report:
         lines = "\n".join(figure.line() for figure in self.figures) + "\n"
         title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
         when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        head = [title, f"    {self.command}", f"{when}, {machine()}"]
+        head = [title, f"    {self.command}", f"{when}, {version()}, {machine()}"]
         words = {True: "met", False: "missed", None: ""}
         rows = [(f.name, f.value.text(), target_text(f), words[f.is_met]) for f in self.figures]
         figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)
@@ -170,6 +172,21 @@ def interleaved(
 def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
     """Return the spread over the repeats of the ratio within each repeat."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def version() -> str:
+    """Return the commit of this checkout, or raydl's version if there is none."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    # Results of earlier benchmarks are no changes of what is measured.
+    what_changed = ["status", "--porcelain", "--", ":/", ":!/benchmarks/results", ":!/docs"]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *words], check=True, capture_output=True, text=True).stdout
+            for words in (["rev-parse", "--short=9", "HEAD"], what_changed)
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return f"raydl {metadata.version('elastic-raydl')}"
+    return f"commit {commit.strip()}{' with changes' if changes else ''}"
 
 
 def machine() -> str:

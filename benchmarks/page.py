@@ -5,7 +5,9 @@ Command:   python -m benchmarks.page [--results FOLDER] [--out docs/benchmarks.m
 Each benchmark with ``--out FOLDER`` leaves NAME.md and NAME.json there (``measure.py``). The page
 has one table of all figures that have a target, then a section per benchmark: a chart of these
 figures relative to their targets, and the benchmark's own report. Short runs (``--quick``) are left
-out. ``make bench`` writes the page at its end.
+out. ``make bench`` writes the page at its end. The results are kept under version control, so that
+``make bench BENCHMARKS="NAME NAME"`` renews some sections of the page and keeps the others; each
+section says when, where and of which commit it was measured.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ _MOST = 2.0
 _MET, _MISSED = "#009e73", "#d55e00"
 _INTRODUCTION = """# Benchmarks
 
-`make bench` runs the benchmarks and writes this page. Each figure is a median, with the least and
-the greatest value of the repeats, and is compared only with figures of the same run. The
-[measurements](measurements.md) say what the figures mean; the [journal](journal.md) says why
-targets were missed. Nothing was measured on a GPU.
+`make bench` runs the benchmarks and writes this page from their results; with
+`BENCHMARKS="exchange recovery"` it runs these alone and keeps the other sections. Each figure is a
+median, with the least and the greatest value of the repeats, and is compared only with figures of
+the same run. The [measurements](measurements.md) say what the figures mean; the
+[journal](journal.md) says why targets were missed. Nothing was measured on a GPU.
 """
 
 

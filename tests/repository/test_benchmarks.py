@@ -1,9 +1,11 @@
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 from benchmarks import page, watching
 from benchmarks.efficiency import speed, total_speed
-from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.measure import Figure, Report, Spread, interleaved, ratios, version
 from benchmarks.mixed_speed import mean_speed
 from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
 from benchmarks.programs import RunError
@@ -126,6 +128,12 @@ def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_pa
         "exchange.svg", "ladder.svg"
     ]  # fmt: skip
     assert all(f"(benchmarks/{name}.svg)" in text for name in ("exchange", "ladder"))
+
+
+def test_a_report_names_the_commit_that_was_measured(tmp_path, monkeypatch):
+    assert re.fullmatch(r"commit [0-9a-f]{9}( with changes)?|raydl [0-9.]+", version())
+    monkeypatch.setenv("PATH", str(tmp_path))  # a machine without git
+    assert version() == f"raydl {metadata.version('elastic-raydl')}"
 
 
 def test_a_page_without_results_is_refused_in_one_sentence(tmp_path):
