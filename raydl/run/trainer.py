@@ -51,7 +51,7 @@ from raydl.data.generators import callers_generators_kept
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
-from raydl.errors import ConfigError, DataError
+from raydl.errors import STOP_COMMAND, ConfigError, DataError
 from raydl.faults import FaultPlan
 from raydl.metrics import (
     BackgroundWriter,
@@ -214,8 +214,6 @@ def _make_writer(
     return Tee(*writers)
 
 
-STOP_COMMAND = "raydl stop"
-"""Reason of an early end that a user requested."""
 _Settings = TypeVar("_Settings")
 
 
