@@ -34,7 +34,7 @@ from raydl.config import (
     dotted,
     to_dict,
 )
-from raydl.config.custom_code import HUGGING_FACE
+from raydl.config.custom_code import hugging_face_folder
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
 from raydl.core.custom_rule import as_method
@@ -468,7 +468,7 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
-        if task.startswith(HUGGING_FACE):
+        if hugging_face_folder(task) is not None:
             HuggingFace(task)  # raises an error if the folder has no model
             return None
         models.find(task)  # raises an error if there is none
