@@ -30,7 +30,7 @@ constructor redacts its texts, so that logs, tracebacks and pickles are free of 
 
 A command that ends with one of these errors exits with its status: 2 for a mistake of the user,
 1 if training failed, 3 if another driver has the run, 75 if machines failed and the same command
-with ``--resume`` may succeed.
+with ``--resume`` may succeed. ``STOPPED`` has the statuses of a command that was stopped.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ WORTH_RETRYING = 75
 """Exit status of a run that failed because of its machines: EX_TEMPFAIL of sysexits.h."""
 SUPERSEDED = 3
 """Exit status of a driver if another driver has taken over its run."""
+STOP_COMMAND = "raydl stop"
+"""What stopped a run that a user stopped by that command."""
+STOPPED = {"SIGINT": 130, "SIGTERM": 143, STOP_COMMAND: 143}
+"""Exit status by what stopped a command."""
 _MOST_LISTED = 8
 """Number of choices up to which a message with near misses lists all of them, too."""
 

@@ -441,8 +441,7 @@ class Storage:
             OSError: the file is absent or cannot be read.
         """
         with self._calling(f"to read {name}"):
-            size = self._filesystem.get_file_info(self._path_of(name)).size
-            data, filled = bytearray(size or 0), 0
+            data, filled = bytearray(self.num_bytes(name)), 0
             for piece in self.read_pieces(name):
                 data[filled : filled + len(piece)] = piece
                 filled += len(piece)
@@ -464,6 +463,11 @@ class Storage:
         with self._calling(f"to look for {name}"):
             info = self._filesystem.get_file_info(self._path_of(name))
             return bool(info.type != fs.FileType.NotFound)
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of a file without reading it; an absent file has 0 bytes."""
+        with self._calling(f"to look for {name}"):
+            return self._filesystem.get_file_info(self._path_of(name)).size or 0
 
     def list_dir(self, name: str) -> list[str]:
         """Return the names directly below a folder, sorted; an absent folder has none."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.config.custom_code import HUGGING_FACE, instantiate
+from raydl.config.custom_code import HUGGING_FACE, hugging_face_folder, instantiate
 from raydl.data.generators import seed_everything
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
@@ -240,7 +240,7 @@ def task_for(model: str | ModelFactory, shape: DataShape, *, label_smoothing: fl
     Raises:
         ConfigError: if no model has the name, or labels of a model of transformers are smoothed.
     """
-    if isinstance(model, str) and model.startswith(HUGGING_FACE):
+    if isinstance(model, str) and hugging_face_folder(model) is not None:
         if label_smoothing:
             raise ConfigError(
                 "training.label_smoothing",

@@ -17,13 +17,13 @@ from raydl.cli.comparing import compare, weak_scaling
 from raydl.cli.completion import completion
 from raydl.cli.data import data_command
 from raydl.cli.listing import list_methods, list_models
-from raydl.cli.options import STOPPED, list_commands, parse_train
+from raydl.cli.options import list_commands, parse_train
 from raydl.cli.planning import plan
 from raydl.cli.reporting import report
 from raydl.cli.runs import check, list_runs, logs, remove, score, status, stop
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
-from raydl.errors import RaydlError
+from raydl.errors import STOPPED, RaydlError
 from raydl.redaction import redact
 from raydl.run.versions import installed_version
 from raydl.text import escape_controls

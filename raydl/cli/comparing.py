@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from raydl.cli.options import STOPPED, parse_train, print_table
+from raydl.cli.options import parse_train, print_table
+from raydl.errors import STOPPED
 
 _Own = TypeVar("_Own")
 

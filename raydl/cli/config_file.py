@@ -68,8 +68,9 @@ def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]
     """Return the words of a file, without those of some settings."""
     try:
         with open(path, encoding="utf-8") as file:
-            # All values stay texts: YAML would read 2:8 as a number in base 60.
-            values = yaml.load(file, yaml.BaseLoader)
+            text = file.read()
+        # All values stay texts: YAML would read 2:8 as a number in base 60.
+        values = yaml.load(text, yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(_OPTION, f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -81,7 +82,7 @@ def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]
         raise ConfigError(_OPTION, f"{path} must have settings by name, as in epochs: 5")
     is_of_a_run = isinstance(values.get("config"), Mapping) and "versions" in values
     names = {option.flag: name for name, option in options.items()} | {n: n for n in options}
-    settings = _settings(_present_names(path) if is_of_a_run else values, names, path)
+    settings = _settings(_present_names(text) if is_of_a_run else values, names, path)
     skipped += _OF_ONE_RUN if is_of_a_run else ()
     return [
         word
@@ -91,14 +92,16 @@ def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]
     ]
 
 
-def _present_names(path: str) -> Any:
+def _present_names(text: str) -> Any:
     """Return the settings of a ``config.json`` by the names of this version, with texts as values.
+
+    Args:
+        text: the contents of the file.
 
     Raises:
         ConfigError: if a setting is not of this version.
     """
-    with open(path, encoding="utf-8") as file:
-        config = from_dict(TrainConfig, json.load(file)["config"])
+    config = from_dict(TrainConfig, json.loads(text)["config"])
     return yaml.load(json.dumps(to_dict(config)), yaml.BaseLoader)
 
 

@@ -47,8 +47,6 @@ _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
 }
 """By kind of a value: its placeholder in the help, its name in a sentence, its parser."""
 _KIND_OF_SETTING = {"method.period": "period", "scaling.num_workers": "workers"}
-STOPPED = {"SIGINT": 130, "SIGTERM": 143, "raydl stop": 143}
-"""Exit status by what stopped a command."""
 
 
 def parse_train(arguments: Sequence[str]) -> TrainConfig:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import raydl
-from raydl.cli.options import STOPPED, Flag, parse, parse_train, train_words
+from raydl.cli.options import Flag, parse, parse_train, train_words
 from raydl.config.checks import require, require_positive
-from raydl.errors import ConfigError, RaydlError
+from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.launch import submission
 from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact

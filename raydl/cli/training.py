@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raydl.cli.options import STOPPED, parse_train, print_lines
+from raydl.cli.options import parse_train, print_lines
+from raydl.errors import STOPPED
 from raydl.ray_backend import session as ray_session
 
 if TYPE_CHECKING:

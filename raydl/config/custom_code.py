@@ -14,6 +14,11 @@ HUGGING_FACE = "hf:"
 """Beginning of the name of a model in a local folder, ``hf:FOLDER``: none of its code runs."""
 
 
+def hugging_face_folder(model: str) -> str | None:
+    """Return FOLDER of a model ``hf:FOLDER``; None for any other name."""
+    return model.removeprefix(HUGGING_FACE) if model.startswith(HUGGING_FACE) else None
+
+
 def load_own(setting: str, name: str) -> Any:
     """Import the object that ``module:name`` names; the module may lie in the current folder.
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from raydl.config import TrainConfig, dotted, to_dict
 from raydl.config.checks import require
-from raydl.config.custom_code import HUGGING_FACE
+from raydl.config.custom_code import hugging_face_folder
 from raydl.errors import ConfigError, RaydlError
 from raydl.ray_backend.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
 from raydl.redaction import has_credentials
@@ -168,10 +168,9 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
     is_own_code = ":" in config.method.name and (
         (here / f"{module}.py").exists() or (here / module).is_dir()
     )
-    is_folder = config.model.startswith(HUGGING_FACE)
     candidates = {
         "method.name": config.method.name if is_own_code else None,
-        "model": config.model.removeprefix(HUGGING_FACE) if is_folder else None,
+        "model": hugging_face_folder(config.model),
         "run.fault_plan": config.run.fault_plan,
         "data": config.data,
     }

@@ -6,7 +6,7 @@ import enum
 import signal
 from dataclasses import dataclass
 
-from raydl.errors import WORTH_RETRYING
+from raydl.errors import STOPPED, WORTH_RETRYING
 
 RUNNING = ("PENDING", "RUNNING")
 SILENT = "SILENT"
@@ -14,8 +14,14 @@ SILENT = "SILENT"
 UNKNOWN = "UNKNOWN"
 """The cluster answers but does not know the job: it was restarted."""
 
-_STOPPED_EXITS = (130, 143, -signal.SIGINT, -signal.SIGTERM, signal.SIGTERM)
-"""Exit statuses of a stopped driver. Ray's own handler exits with the number of the signal."""
+_STOPPED_EXITS = {
+    STOPPED["SIGINT"]: "SIGINT",
+    STOPPED["SIGTERM"]: "SIGTERM",
+    -signal.SIGINT: "SIGINT",
+    -signal.SIGTERM: "SIGTERM",
+    signal.SIGTERM: "SIGTERM",  # Ray's own handler exits with the number of the signal
+}
+"""What stopped a driver, by its exit status."""
 _LOST_ERRORS = (
     "JOB_SUPERVISOR_ACTOR_DIED",
     "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
@@ -55,11 +61,11 @@ def judge(state: JobState) -> tuple[Fate, int, str]:
     if state.status == "SUCCEEDED":
         return Fate.DONE, 0, "done"
     if state.status == "STOPPED":
-        return Fate.STOPPED, 143, "it was stopped"
+        return Fate.STOPPED, STOPPED["SIGTERM"], "it was stopped"
     if state.status == UNKNOWN:
         return Fate.LOST, 1, "the cluster was restarted and does not know the job"
     if code in _STOPPED_EXITS:
-        return Fate.STOPPED, 130 if code in (130, -signal.SIGINT) else 143, "it was stopped"
+        return Fate.STOPPED, STOPPED[_STOPPED_EXITS[code]], "it was stopped"
     if code is not None and (code < 0 or code > 128):
         return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
     if code == WORTH_RETRYING:

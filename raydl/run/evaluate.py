@@ -9,7 +9,7 @@ import torch
 from raydl.checkpoint.best import read_best
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig
-from raydl.config.custom_code import HUGGING_FACE
+from raydl.config.custom_code import hugging_face_folder
 from raydl.data import Batches, Dataset, load, preparation_for
 from raydl.data.generators import callers_generators_kept
 from raydl.errors import DataError, UntrustedCodeError
@@ -67,7 +67,7 @@ def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:
     """Return pairs (setting, ``module:name``) of the code that is not raydl's and would run."""
     if config.task not in _OWN_TASKS:
         return (("task", config.task),)
-    is_folder = config.model.startswith(HUGGING_FACE)  # none of its code runs
+    is_folder = hugging_face_folder(config.model) is not None  # none of its code runs
     is_named = config.task == "auto" and ":" in config.model and not is_folder
     is_users = is_named and not config.model.startswith("torchvision:")
     return (("model", config.model),) if is_users else ()

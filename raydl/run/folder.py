@@ -157,7 +157,7 @@ class RunFolder:
         if not local.exists():
             return True
         is_of_all = not name.startswith(_EVENTS)
-        return is_of_all and len(self.storage.read_bytes(name)) > local.stat().st_size
+        return is_of_all and self.storage.num_bytes(name) > local.stat().st_size
 
     def write_config(self, config: TrainConfig) -> None:
         """Write all settings, the versions of the packages, and the submission.

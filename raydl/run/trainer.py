@@ -34,7 +34,7 @@ from raydl.config import (
     dotted,
     to_dict,
 )
-from raydl.config.custom_code import HUGGING_FACE
+from raydl.config.custom_code import hugging_face_folder
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
 from raydl.core.custom_rule import as_method
@@ -51,7 +51,7 @@ from raydl.data.generators import callers_generators_kept
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
-from raydl.errors import ConfigError, DataError
+from raydl.errors import STOP_COMMAND, ConfigError, DataError
 from raydl.faults import FaultPlan
 from raydl.metrics import (
     BackgroundWriter,
@@ -214,8 +214,6 @@ def _make_writer(
     return Tee(*writers)
 
 
-STOP_COMMAND = "raydl stop"
-"""Reason of an early end that a user requested."""
 _Settings = TypeVar("_Settings")
 
 
@@ -470,7 +468,7 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
-        if task.startswith(HUGGING_FACE):
+        if hugging_face_folder(task) is not None:
             HuggingFace(task)  # raises an error if the folder has no model
             return None
         models.find(task)  # raises an error if there is none

@@ -1,6 +1,7 @@
 """Settings from a file: any option, and the command line wins."""
 
 import json
+import os
 
 import pytest
 
@@ -70,6 +71,16 @@ def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, 
     changed = {"run.run_dir", "training.seed"}
     now = dotted(to_dict(config))
     assert {name for name in before if before[name] != now[name]} == changed
+
+
+def test_the_configuration_of_a_run_may_come_from_a_pipe():
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe:  # which can be read only once
+        json.dump({"config": {"optimizer": {"lr": 0.25}}, "versions": {}}, pipe)
+    try:
+        assert parse_train(["--config", f"/dev/fd/{reader}"]).optimizer.lr == 0.25
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,26 @@ def test_a_run_resumed_elsewhere_fetches_all_event_files_and_copies_none_back(
     assert "events.out.tfevents.2" not in sent
 
 
+def test_the_longer_file_of_a_tracker_is_the_newer_one_by_its_size_alone(tmp_path, monkeypatch):
+    here, there = make(tmp_path, "here"), make(tmp_path, "there")
+    with here.held(resume=False):
+        here.write_config(TrainConfig())
+    (here.path / "metrics.jsonl").write_bytes(b"one line\ntwo lines\n")
+    (here.path / "tracker-mlflow.json").write_bytes(b"{}")
+    here.publish_events()
+    (there.path / "metrics.jsonl").write_bytes(b"one line\n")
+    (there.path / "tracker-mlflow.json").write_bytes(b"{longer}")
+    read = []
+    read_bytes = there.storage.read_bytes
+    monkeypatch.setattr(
+        there.storage, "read_bytes", lambda name: (read.append(name), read_bytes(name))[1]
+    )
+    there.load_earlier(TrainConfig())
+    assert read == ["config.json"]
+    assert (there.path / "metrics.jsonl").read_bytes() == b"one line\ntwo lines\n"
+    assert (there.path / "tracker-mlflow.json").read_bytes() == b"{longer}"
+
+
 def fails(self, local, name):
     raise OSError(28, "No space left on device")
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from raydl.errors import ConfigError
+from raydl.errors import STOPPED, ConfigError
 from raydl.launch.spot_notice.clouds import URLS, make_source
 from raydl.launch.spot_notice.watch import drain_by_command, watch
 
@@ -62,4 +62,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(STOPPED["SIGINT"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydl.config import InputConfig, TrainConfig, to_dict
-from raydl.errors import ConfigError, RaydlError
+from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.redaction import redact, redact_values
 from raydl.tools.comparison.figures import Run, make_rows
 from raydl.tools.comparison.hparams import write_hparams
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Fit = Callable[[TrainConfig], Mapping[str, Any]]
 """Trains one run and returns its figures, the content of ``result.json``."""
-
-_STOPPED = {"SIGINT": 130, "SIGTERM": 143, "raydl stop": 143}
 
 
 def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = "") -> int:
@@ -71,7 +69,7 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
         f"  curves:       tensorboard --logdir {out}  (then #hparams, #custom_scalars)"
     )
     failed = any(run.status == "failed" for run in runs)
-    return _STOPPED.get(stopped_by, 1) if stopped_by else int(failed)
+    return STOPPED.get(stopped_by, 1) if stopped_by else int(failed)
 
 
 def load_complete(run: Run) -> Run:
