@@ -17,7 +17,7 @@ from raydl.config import TrainConfig, from_dict, to_dict
 from raydl.errors import ConfigError
 
 _OPTION = "--config"
-_OF_ONE_RUN = ("run.run-dir", "run.resume")
+_OF_ONE_RUN = ("run.name", "run.run-dir", "run.resume")
 """Settings of a ``config.json`` that belong to that run alone."""
 _LENGTHS = ("training.epochs", "training.steps", "training.samples", "training.seconds")
 """Settings of which one excludes the others."""

@@ -30,7 +30,7 @@ _Options = TypeVar("_Options")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """A switch without a ``--no-`` form."""
 RunArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-"""The folder of a run as first argument."""
+"""The folder or name of a run as first argument."""
 _MIN_SIMILARITY = 0.6
 """Least similarity of an unknown option to one that the message suggests, from 0 to 1."""
 _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
