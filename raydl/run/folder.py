@@ -54,6 +54,7 @@ _FIXED_SETTINGS = (
     "optimizer.name",
     "optimizer.options",
     "optimizer.decay_only_matrices",
+    "optimizer.param_groups",
 )
 NO_RUN = (
     "no run is there; give the folder that raydl train printed, or the place below "
