@@ -17,7 +17,7 @@ from raydl.config import TrainConfig, from_dict, to_dict
 from raydl.errors import ConfigError
 
 _OPTION = "--config"
-_OF_ONE_RUN = ("run.run-dir", "run.resume")
+_OF_ONE_RUN = ("run.name", "run.run-dir", "run.resume")
 """Settings of a ``config.json`` that belong to that run alone."""
 _LENGTHS = ("training.epochs", "training.steps", "training.samples", "training.seconds")
 """Settings of which one excludes the others."""
@@ -32,6 +32,8 @@ class Option(NamedTuple):
     """Without the --."""
     is_switch: bool
     """Whether it takes no value, and has a ``no-`` form."""
+    is_repeated: bool = False
+    """Whether it is given once for each parameter group."""
 
 
 def with_files(arguments: Sequence[str], options: Mapping[str, Option]) -> list[str]:
@@ -60,8 +62,17 @@ def with_files(arguments: Sequence[str], options: Mapping[str, Option]) -> list[
     flags = {word.partition("=")[0].lstrip("-") for word in given if word.startswith("--")}
     has_length = any(options[name].flag in flags for name in _LENGTHS)
     skipped = _LENGTHS if has_length else ()
-    from_files = [word for path in paths for word in _words_in(path, options, skipped)]
-    return from_files + given
+    for path in reversed(paths):  # a later file wins over an earlier one
+        given = _words_in(path, options, skipped + _repeated_in(given, options)) + given
+    return given
+
+
+def _repeated_in(words: Sequence[str], options: Mapping[str, Option]) -> tuple[str, ...]:
+    """Return the settings of repeated options among words: they replace those of a file."""
+    given = {word.partition("=")[0] for word in words}
+    return tuple(
+        n for n, option in options.items() if option.is_repeated and f"--{option.flag}" in given
+    )
 
 
 def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]) -> list[str]:
@@ -135,6 +146,9 @@ def _settings(
 def _words(option: Option, value: Any) -> list[str]:
     """Return the words of an option; a text for each value, as the file has it."""
     flag = option.flag
+    if option.is_repeated:
+        groups = value if isinstance(value, list) else [value] if value else []
+        return [word for group in groups for word in (f"--{flag}", _group_text(group))]
     if isinstance(value, Mapping):
         return [f"--{flag}", *(word for pair in value.items() for word in pair)] if value else []
     if isinstance(value, list):
@@ -143,3 +157,19 @@ def _words(option: Option, value: Any) -> list[str]:
         group, dot, name = flag.rpartition(".")
         return [f"--{group}{dot}{_SWITCH[value.lower()]}{name}"]
     return [f"--{flag}", "None" if value in _NOTHING else value]
+
+
+def _group_text(group: Any) -> str:
+    """Return a parameter group of a file, a text or a mapping, as the command line has it."""
+    if isinstance(group, str):
+        return group
+    if not isinstance(group, Mapping):
+        raise ConfigError(
+            _OPTION, f"has a parameter group that is no mapping with a pattern: {group}"
+        )
+    texts = [
+        f"{name}={'[' + ','.join(value) + ']' if isinstance(value, list) else value}"
+        for name, value in group.items()
+        if name not in ("pattern", "options") and value not in _NOTHING
+    ]
+    return f"{group.get('pattern', '')}:{','.join([*texts, *filter(None, [group.get('options')])])}"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raydl.cli.config_file import Option, with_files
-from raydl.config import AUTO, TrainConfig
+from raydl.config import AUTO, ParamGroup, TrainConfig
 from raydl.errors import ConfigError
 from raydl.redaction import redact
 from raydl.text import escape_controls
@@ -30,7 +30,7 @@ _Options = TypeVar("_Options")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """A switch without a ``--no-`` form."""
 RunArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-"""The folder of a run as first argument."""
+"""The folder or name of a run as first argument."""
 _MIN_SIMILARITY = 0.6
 """Least similarity of an unknown option to one that the message suggests, from 0 to 1."""
 _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
@@ -47,6 +47,14 @@ _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
 }
 """By kind of a value: its placeholder in the help, its name in a sentence, its parser."""
 _KIND_OF_SETTING = {"method.period": "period", "scaling.num_workers": "workers"}
+_PARAM_GROUP = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="PATTERN:NAME=VALUE,...",
+    instance_from_str=lambda words: ParamGroup.parse(words[0]),
+    is_instance=lambda value: isinstance(value, ParamGroup),
+    str_from_instance=lambda group: [str(group)],
+)
+"""tyro's parser of one parameter group; the option is repeated for several."""
 
 
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
@@ -227,6 +235,9 @@ def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
 
 def _typed(hint: Any, setting: str) -> Any:
     """Return a type annotated with our parser where tyro's help or messages are unclear."""
+    if hint == tuple[ParamGroup, ...]:
+        group = Annotated[ParamGroup, _PARAM_GROUP]
+        return Annotated[tuple[group, ...], tyro.conf.UseAppendAction]
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     kind = _KIND_OF_SETTING.get(setting, kinds[0] if len(kinds) == 1 else None)
     if kind not in _KINDS or hint in (str, bool):
@@ -259,5 +270,6 @@ def _options(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Option]]:
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _options(hints[field.name], f"{name}.")
         else:
-            flag = field.metadata.get("flag", name)
-            yield name, Option(flag, is_switch=hints[field.name] is bool)
+            flag, hint = field.metadata.get("flag", name), hints[field.name]
+            is_repeated = hint == tuple[ParamGroup, ...]
+            yield name, Option(flag, is_switch=hint is bool, is_repeated=is_repeated)

@@ -14,7 +14,7 @@ from raydl.cli.options import parse, print_lines
 @dataclasses.dataclass(frozen=True)
 class _ReportOptions:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """Folders of one or more runs, as paths or URIs."""
+    """Folders of one or more runs, as paths or URIs, or their names in runs."""
     out: str | None = None
     """File to write, whose folder is made if need be; unset: report.html, in the run's folder or,
     for several runs, in the current folder."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from raydl.cli.options import Flag, RunArgument, parse, print_lines, print_table
+from raydl.config.run import RUNS
 from raydl.redaction import redact_values
 from raydl.text import clock_text
 
@@ -27,7 +28,7 @@ _ANSWER_S = 120.0
 @dataclasses.dataclass(frozen=True)
 class _EvaluateOptions:
     run: RunArgument
-    """Folder of the run, a path or URI."""
+    """Folder of the run, a path or URI, or its name in runs."""
     data: str | None = None
     """Score on the test part of these data instead of the run's."""
     best: Flag = False
@@ -65,7 +66,7 @@ def ask_for_trust(error: UntrustedCodeError) -> bool:
 @dataclasses.dataclass(frozen=True)
 class _CheckOptions:
     run: RunArgument
-    """Folder of the run, a path or URI."""
+    """Folder of the run, a path or URI, or its name in runs."""
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -81,7 +82,7 @@ def check(arguments: Sequence[str]) -> int:
 @dataclasses.dataclass(frozen=True)
 class _StatusOptions:
     run: RunArgument
-    """Folder of the run, a path or URI."""
+    """Folder of the run, a path or URI, or its name in runs."""
     json: Flag = False
     """Print the whole status as JSON."""
 
@@ -132,7 +133,7 @@ def _print_status(status: RunStatus) -> None:
 @dataclasses.dataclass(frozen=True)
 class _RemoveOptions:
     run: RunArgument
-    """Folder of the run, a path or URI."""
+    """Folder of the run, a path or URI, or its name in runs."""
     worker: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WORKER")]
     """Id of the worker, as in the output of raydl status: w2, for example."""
     timeout_s: float = 30.0
@@ -151,7 +152,7 @@ def remove(arguments: Sequence[str]) -> int:
 @dataclasses.dataclass(frozen=True)
 class _StopOptions:
     run: RunArgument
-    """Folder of the run, a path or URI."""
+    """Folder of the run, a path or URI, or its name in runs."""
     timeout_s: float = 30.0
     """Longest wait for the driver's answer, in seconds."""
 
@@ -167,7 +168,7 @@ def stop(arguments: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _ListOptions:
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = "runs"
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = RUNS
     """Folder with runs, a path or URI."""
 
 
@@ -200,7 +201,7 @@ def _row(name: str, status: RunStatus | None) -> tuple[str, ...]:
 @dataclasses.dataclass(frozen=True)
 class _LogsOptions:
     run: RunArgument
-    """Folder of the run, a path or URI."""
+    """Folder of the run, a path or URI, or its name in runs."""
     follow: Flag = False
     """Print further events until the run has ended."""
 

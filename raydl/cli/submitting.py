@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import raydl
 from raydl.cli.options import Flag, parse, parse_train, train_words
-from raydl.config.checks import require, require_positive
+from raydl.config.checks import require, require_name, require_positive
 from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.launch import submission
 from raydl.ray_backend import session as ray_session
@@ -37,7 +37,7 @@ class _SubmitOptions:
     """Dashboard of the cluster, http://HEAD:8265; unset: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or
     the cluster of this machine."""
     run_name: str | None = None
-    """Name of the run, to find it again; unset: METHOD-MODEL-DATE."""
+    """Name of the run, to find it again, like --name of the training; unset: METHOD-MODEL-DATE."""
     retries: int = 0
     """Number of times to resubmit the run if its driver is lost; each resubmission resumes it."""
     working_dir: str | None = None
@@ -106,11 +106,11 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     words = train_words(words)  # the job has no files of this machine
     name = options.run_name
     if name is not None:
-        submission.check_name("submit.run_name", name)
-    config = parse_train(words if name is None else ["--run-dir", name, *words])
+        require_name("submit.run_name", name)
+    config = parse_train(words if name is None else ["--name", name, *words])
     submission.check_credentials(words, config)
-    if name is not None and config.run.run_dir != name:
-        raise ConfigError("submit.run_name", "and run.run_dir exclude each other; give one")
+    if name is not None and config.run.name != name:
+        raise ConfigError("submit.run_name", "and run.name exclude each other; give one")
     require(config.scaling.max_workers > 0, "scaling.num_workers", "1 or more in a job", 0)
     _check(config)
     if options.working_dir is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raydl.cli.options import parse_train, print_lines
+from raydl.config.run import RUNS
 from raydl.errors import STOPPED
 from raydl.ray_backend import session as ray_session
 
@@ -31,10 +32,11 @@ def train(arguments: Sequence[str]) -> int:
     if result.stopped_by:
         folder = result.path
         if "://" in folder:  # --storage-path names its parent
-            folder = f"runs/{parent_and_name(folder)[1]}"
+            folder = f"{RUNS}/{parent_and_name(folder)[1]}"
+        option = "" if config.run.name else f"--run-dir {folder} "
         print_lines(
             f"stopped by {result.stopped_by} after {metrics['samples']:,} samples\n"
-            f"  resume:       the same command with --run-dir {folder} --resume"
+            f"  resume:       the same command with {option}--resume"
         )
         return STOPPED.get(result.stopped_by, 1)
     print_lines(

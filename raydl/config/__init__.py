@@ -21,7 +21,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from raydl.config.cluster import ALLREDUCES, ElasticConfig, ExchangeConfig, ScalingConfig
 from raydl.config.input import ON_BAD_SAMPLE, STREAMS, InputConfig
@@ -31,6 +31,7 @@ from raydl.config.learning import (
     STRATEGIES,
     MethodConfig,
     OptimizerConfig,
+    ParamGroup,
     TrainingConfig,
 )
 from raydl.config.run import CheckpointConfig, EvaluationConfig, RunConfig
@@ -50,6 +51,7 @@ __all__ = [
     "InputConfig",
     "MethodConfig",
     "OptimizerConfig",
+    "ParamGroup",
     "RunConfig",
     "ScalingConfig",
     "TrainConfig",
@@ -151,7 +153,11 @@ def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
             raise ConfigError(key, f"is no setting of {cls.__name__}")
         if dataclasses.is_dataclass(hints[key]):
             value = from_dict(hints[key], value)
-        elif isinstance(value, list):  # JSON has no tuples, and no setting is a list
-            value = tuple(value)
+        elif isinstance(value, (list, tuple)):  # JSON has no tuples, and no setting is a list
+            kind: Any = next(iter(get_args(hints[key])), None)
+            is_nested = dataclasses.is_dataclass(kind)
+            value = tuple(
+                from_dict(kind, v) if is_nested and isinstance(v, dict) else v for v in value
+            )
         arguments[key] = value
     return cls(**arguments)

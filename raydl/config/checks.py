@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from raydl.errors import ConfigError
 
@@ -16,3 +17,9 @@ def require(ok: bool, setting: str, rule: str, value: object) -> None:
 def require_positive(setting: str, value: float, rule: str = "a positive number") -> None:
     """Raise ConfigError unless a number is above 0 and finite."""
     require(math.isfinite(value) and value > 0, setting, rule, value)
+
+
+def require_name(setting: str, name: str) -> None:
+    """Raise ConfigError unless a name can be a folder, a part of a URI and of a job's id."""
+    rule = "a name of letters, digits, _ . and - that does not begin with . or -"
+    require(re.fullmatch(r"\w[\w.-]*", name) is not None, setting, rule, repr(name))

@@ -70,6 +70,80 @@ class MethodConfig:
         )
 
 
+_GROUPS = "optimizer.param_groups"
+
+
+def _named_values(setting: str, text: str) -> dict[str, Any]:
+    """Return the Python values in ``NAME=VALUE,...`` by name.
+
+    Raises:
+        ConfigError: if the text has another form.
+    """
+    problem = f"must be NAME=VALUE separated by commas, as in eps=1e-8, got {text}"
+    try:
+        call = ast.parse(f"options({text})", mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
+            raise ConfigError(setting, problem)
+        options = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ConfigError(setting, problem) from None
+    if None in options:  # **{...}
+        raise ConfigError(setting, problem)
+    return {str(name): value for name, value in options.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Optimizer settings for the parameters whose names match a pattern."""
+
+    pattern: str
+    """Names, as ``model.named_parameters()`` has them, in the notation of ``fnmatch``: * stands for
+    any text, dots included."""
+    lr_scale: float = 1.0
+    """Factor of the scheduled learning rate, 0 or more."""
+    weight_decay: float | None = None
+    """Weight decay; unset: that of the other parameters."""
+    options: str = ""
+    """Further settings of the optimizer, as in ``OptimizerConfig.options``."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.pattern), _GROUPS, "groups with a pattern", "an empty one")
+        for name in ("lr_scale", "weight_decay"):
+            value = getattr(self, name)
+            is_valid = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+            is_unset = name == "weight_decay" and value is None
+            require(is_valid or is_unset, f"{name} of {_GROUPS}", "a number, 0 or more", value)
+        for name in self.parsed_options:
+            if name in ("lr_scale", "weight_decay"):
+                raise ConfigError(_GROUPS, f"must not have {name} among the options: set {name}")
+
+    @classmethod
+    def parse(cls, text: str) -> ParamGroup:
+        """Return a group from ``PATTERN:NAME=VALUE,...``, as in ``*.bias:weight_decay=0``.
+
+        Raises:
+            ConfigError: if the text has another form, or a value is out of range.
+        """
+        pattern, colon, named = text.rpartition(":")
+        rule = "PATTERN:NAME=VALUE,..., as in *.bias:weight_decay=0"
+        require(bool(colon), _GROUPS, rule, text)
+        values = _named_values(_GROUPS, named)
+        fields = {name: values.pop(name) for name in ("lr_scale", "weight_decay") if name in values}
+        options = ",".join(f"{name}={value!r}" for name, value in values.items())
+        return cls(pattern=pattern, options=options, **fields)
+
+    def __str__(self) -> str:
+        """Return the text that ``parse`` reads."""
+        values = [f"lr_scale={self.lr_scale}"] if self.lr_scale != 1 else []
+        values += [] if self.weight_decay is None else [f"weight_decay={self.weight_decay}"]
+        return f"{self.pattern}:{','.join([*values, *filter(None, [self.options])])}"
+
+    @property
+    def parsed_options(self) -> dict[str, Any]:
+        """Options as Python values, by name."""
+        return _named_values(_GROUPS, self.options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimizer of a replica's local steps (for the SGD methods: of the center)."""
@@ -111,6 +185,10 @@ class OptimizerConfig:
     the optimizer's default (0 for sgd, 0.01 for adamw)."""
     decay_only_matrices: bool = False
     """Exclude one-dimensional parameters (biases, normalization) from weight decay."""
+    param_groups: tuple[ParamGroup, ...] = field(default=(), metadata={"flag": "param-group"})
+    """Settings for the parameters whose names match a pattern, as in "*.bias:weight_decay=0" or
+    "head.*:lr_scale=10,betas=(0.9,0.95)"; lr_scale multiplies the learning rate. May be repeated:
+    the first pattern that matches a name counts."""
     clip_grad_norm: float | None = 2.0
     """Clip the gradient of each step to this L2 norm. None: do not clip."""
 
@@ -126,6 +204,12 @@ class OptimizerConfig:
         require(momentum is None or 0 <= momentum < 1, "optimizer.momentum", "in [0, 1)", momentum)
         is_decay = decay is None or (math.isfinite(decay) and decay >= 0)
         require(is_decay, "optimizer.weight_decay", "0 or more", decay)
+        groups = self.param_groups
+        are_groups = isinstance(groups, (list, tuple)) and all(
+            isinstance(group, ParamGroup) for group in groups
+        )
+        require(are_groups, _GROUPS, "a list of raydl.ParamGroup", groups)
+        object.__setattr__(self, "param_groups", tuple(groups))  # as from_dict returns them
         self._check_lr_schedule()
         assert isinstance(self.parsed_options, dict)  # raises if the options cannot be parsed
 
@@ -164,17 +248,7 @@ class OptimizerConfig:
     @property
     def parsed_options(self) -> dict[str, Any]:
         """Options as Python values, by name."""
-        problem = f"must be NAME=VALUE separated by commas, as in eps=1e-8, got {self.options}"
-        try:
-            call = ast.parse(f"options({self.options})", mode="eval").body
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
-                raise ConfigError("optimizer.options", problem)
-            options = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
-        except (SyntaxError, ValueError):
-            raise ConfigError("optimizer.options", problem) from None
-        if None in options:  # **{...}
-            raise ConfigError("optimizer.options", problem)
-        return {str(name): value for name, value in options.items()}
+        return _named_values("optimizer.options", self.options)
 
 
 @dataclass(frozen=True, kw_only=True)

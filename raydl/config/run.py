@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from raydl.config.checks import require, require_positive
+from raydl.config.checks import require, require_name, require_positive
 from raydl.errors import ConfigError
 
+RUNS = "runs"
+"""Folder of the runs that are given no other folder."""
 TRACKER_STATES, METRIC_LINES = "tracker-", "metrics.jsonl"
 """In the run's folder: beginning of the names of the trackers' states, and the JSON lines."""
 
@@ -15,8 +18,11 @@ TRACKER_STATES, METRIC_LINES = "tracker-", "metrics.jsonl"
 class RunConfig:
     """Folder, output and faults of the run."""
 
+    name: str | None = field(default=None, metadata={"flag": "name"})
+    """Name of the run, whose folder is runs/NAME, or NAME below run.storage_path; unset: the last
+    part of run.run_dir, or METHOD-MODEL-DATE."""
     run_dir: str | None = field(default=None, metadata={"flag": "run-dir"})
-    """Folder of the run (config, events, checkpoints, result); unset: runs/METHOD-MODEL-DATE."""
+    """Folder of the run (config, events, checkpoints, result); unset: runs/NAME."""
     resume: bool = field(default=False, metadata={"flag": "resume"})
     """Resume from the newest checkpoint in the run's folder."""
     storage_path: str | None = field(default=None, metadata={"flag": "storage-path"})
@@ -50,8 +56,21 @@ class RunConfig:
                 "run.run_dir",
                 f"must be a folder, got {self.run_dir}; give a URI as run.storage_path",
             )
-        if self.resume and self.run_dir is None:
-            raise ConfigError("run.resume", "needs run.run_dir, the folder of the run to resume")
+        if self.name is not None:
+            require_name("run.name", self.name)
+        if self.name and self.run_dir and Path(self.run_dir).name != self.name:
+            raise ConfigError(
+                "run.name",
+                f"must be the last part of run.run_dir, got {self.name} and {self.run_dir}; give "
+                f"one of them",
+            )
+        if self.resume and self.folder is None:
+            raise ConfigError("run.resume", "needs run.name or run.run_dir, the run to resume")
+
+    @property
+    def folder(self) -> str | None:
+        """Local folder of the run, or None if the settings do not name one."""
+        return f"{RUNS}/{self.name}" if self.name and not self.run_dir else self.run_dir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,12 +130,13 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
     if method.strategy == "hogwild" and name != "sgd":
         raise ConfigError("optimizer.name", f"must be sgd {where} without a lock, got {name}")
     is_whole = method.is_sync and config.exchange.fragments == 1
-    if optimizer.decay_only_matrices and not is_whole:
-        raise ConfigError(
-            "optimizer.decay_only_matrices",
-            f"cannot be set {where} in parts, without the shapes of parameters; "
-            f"set exchange.fragments 1, or choose a sync method",
-        )
+    for setting, lacking in (("decay_only_matrices", "shapes"), ("param_groups", "names")):
+        if getattr(optimizer, setting) and not is_whole:
+            raise ConfigError(
+                f"optimizer.{setting}",
+                f"cannot be set {where} in parts, without the {lacking} of parameters; "
+                f"set exchange.fragments 1, or choose a sync method",
+            )
 
 
 def _check_deterministic(config: TrainConfig, method: Method) -> None:

@@ -3,8 +3,8 @@
 The tensors that an optimizer holds depend on what its step depends on:
 
 - Elementwise optimizers (SGD, the Adam family, …) hold one flat tensor, for the whole model or for
-  a span of the center. If only matrices decay, they hold views of it, one for each run of
-  consecutive layers of one kind.
+  a span of the center. With parameter groups, or if only matrices decay, they hold views of it,
+  one for each run of consecutive parameters with the same settings.
 - All others (Adafactor, Muon, any unknown one) depend on the shape of a parameter. They hold the
   model's own parameters, which are views of the flat tensor, as their gradients are.
 
@@ -24,14 +24,16 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from raydl.config import OptimizerConfig
+from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
 from raydl.core.rules import lr_factor
 from raydl.errors import ConfigError, UnknownNameError
@@ -39,6 +41,7 @@ from raydl.errors import ConfigError, UnknownNameError
 OwnOptimizer = Callable[[list[Tensor]], Optimizer]
 """A user's function from parameters to an optimizer over them, such as ``torch.optim.AdamW``."""
 
+_GROUPS = "optimizer.param_groups"
 _REFUSED = {
     "lbfgs": "it evaluates the loss several times per step",
     "sparseadam": "it needs sparse gradients, and replicas have dense ones",
@@ -59,8 +62,16 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Optimizers that ignore the shape of a parameter, so that they work on any slice of it."""
 
+_Part = tuple[int, bool]
+"""Number of the parameter group, from 1, or 0 without one; whether it is exempt from the decay."""
 _BY_FIELD = ("lr", "momentum", "nesterov", "weight_decay")
 """Arguments of optimizers that are fields of ``raydl.config.OptimizerConfig``."""
+_FOR_NAMED = (
+    "momentum", "nesterov", "weight_decay", "options", "decay_only_matrices", "param_groups",
+)  # fmt: skip
+"""Settings that only optimizers by name take."""
+_OF_ALL = {"momentum": "momentum", "nesterov": "nesterov", "initial_accumulator_value": "options"}
+"""Arguments that are the same for all parameters, and the setting for each."""
 
 
 def make_optimizer(
@@ -75,17 +86,18 @@ def make_optimizer(
         config: settings of the optimizer.
         own: the user's function, which replaces the named optimizer.
         model: model whose parameters are views of the flat tensor, in their order, when the
-            function is called. Needed by optimizers that are not elementwise, and if only matrices
-            decay.
+            function is called. Needed by optimizers that are not elementwise, with parameter
+            groups, and if only matrices decay.
     """
 
     def build(tensors: list[Tensor]) -> Optimizer:
-        if not is_elementwise(config, own):
-            optimizer = _over(_parameters_of(model), config, own)
-        elif config.decay_only_matrices and len(tensors) == 1:
+        has_groups = config.decay_only_matrices or config.param_groups
+        if is_elementwise(config, own) and not has_groups:
+            optimizer = _over([("", tensor) for tensor in tensors], config, own)
+        elif is_elementwise(config, own) and len(tensors) == 1:
             optimizer = _over_runs(tensors[0], _parameters_of(model), config)
         else:
-            optimizer = _over(tensors, config, own)
+            optimizer = _over(_parameters_of(model), config, own)
         if config.clip_grad_norm is not None:
             optimizer.register_step_pre_hook(_clipper(config.clip_grad_norm))
         return optimizer
@@ -93,16 +105,19 @@ def make_optimizer(
     return build
 
 
-def _parameters_of(model: nn.Module | None) -> list[Tensor]:
+def _parameters_of(model: nn.Module | None) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of the trained parameters, in the order of the flat tensor."""
     assert model is not None, "an optimizer that depends on layers needs the model"
-    return [p for p in model.parameters() if p.requires_grad]
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | None) -> Optimizer:
-    """Return the optimizer over tensors that have their gradients when it steps."""
+def _over(
+    tensors: Sequence[tuple[str, Tensor]], config: OptimizerConfig, own: OwnOptimizer | None
+) -> Optimizer:
+    """Return the optimizer over (name, tensor) that have their gradients when it steps."""
     if own is None:
-        return _named([(t, t.ndim > 1) for t in tensors], config)
-    made: Any = own(tensors)
+        return _named([(t, _part_of(name, t, config)) for name, t in tensors], config)
+    made: Any = own([t for _, t in tensors])
     if not isinstance(made, Optimizer) or "lr" not in made.param_groups[0]:
         raise ConfigError(
             "optimizer.name",
@@ -116,8 +131,8 @@ def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | No
     return optimizer
 
 
-def _named(tensors: list[tuple[Tensor, bool]], config: OptimizerConfig) -> Optimizer:
-    """Return torch's optimizer over tensors, given as (tensor, whether it holds matrices)."""
+def _named(tensors: list[tuple[Tensor, _Part]], config: OptimizerConfig) -> Optimizer:
+    """Return torch's optimizer over tensors, given as (tensor, its part of the model)."""
     kind = _without_compiler(OPTIMIZERS[config.name])
     return kind(_groups(tensors, config), **_settings(config))
 
@@ -144,12 +159,15 @@ def _highest_lr(optimizer: Optimizer) -> float:
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
-def _over_runs(flat: Tensor, parameters: list[Tensor], config: OptimizerConfig) -> Optimizer:
-    """Return the optimizer over views of the flat tensor, one per run of layers of one kind."""
+def _over_runs(
+    flat: Tensor, parameters: Sequence[tuple[str, Tensor]], config: OptimizerConfig
+) -> Optimizer:
+    """Return the optimizer over views of the flat tensor, one per run of parameters of one part."""
     views, slices, start = [], [], 0
-    for is_matrix, layers in itertools.groupby(parameters, key=lambda p: p.ndim > 1):
-        stop = start + sum(p.numel() for p in layers)
-        views.append((flat[start:stop], is_matrix))
+    parts = [(_part_of(name, p, config), p) for name, p in parameters]
+    for part, run in itertools.groupby(parts, key=operator.itemgetter(0)):
+        stop = start + sum(p.numel() for _, p in run)
+        views.append((flat[start:stop], part))
         slices.append(slice(start, stop))
         start = stop
     assert start == flat.numel(), "the flat tensor must hold the whole model"
@@ -157,21 +175,48 @@ def _over_runs(flat: Tensor, parameters: list[Tensor], config: OptimizerConfig) 
 
     def set_gradients(*_: Any) -> None:
         assert flat.grad is not None
-        for (view, _is_matrix), part in zip(views, slices, strict=True):
-            view.grad = flat.grad[part]
+        for (view, _part), span in zip(views, slices, strict=True):
+            view.grad = flat.grad[span]
 
     optimizer.register_step_pre_hook(set_gradients)
     return optimizer
 
 
-def _groups(tensors: list[tuple[Tensor, bool]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of tensors, given as (tensor, whether it holds matrices)."""
-    if not config.decay_only_matrices:
-        return [{"params": [t for t, _ in tensors]}]
-    decayed = [t for t, is_matrix in tensors if is_matrix]
-    others = [t for t, is_matrix in tensors if not is_matrix]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _part_of(name: str, parameter: Tensor, config: OptimizerConfig) -> _Part:
+    """Return the part of the model, with settings of its own, to which a parameter belongs."""
+    number = _group_number(name, config.param_groups)
+    has_decay = number > 0 and config.param_groups[number - 1].weight_decay is not None
+    return number, config.decay_only_matrices and parameter.ndim <= 1 and not has_decay
+
+
+def _group_number(name: str, groups: Sequence[ParamGroup]) -> int:
+    """Return the number, from 1, of the first group whose pattern matches a name; 0: none."""
+    matching = (n for n, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
+    return next(matching, 0)
+
+
+def _groups(tensors: list[tuple[Tensor, _Part]], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups of torch, in the order of the parts."""
+    return [
+        {"params": [t for t, own in tensors if own == part], **_settings_of(part, config)}
+        for part in sorted({part for _, part in tensors})
+    ]
+
+
+def _settings_of(part: _Part, config: OptimizerConfig) -> dict[str, Any]:
+    """Return the settings in which a part differs from the whole model.
+
+    ``lr_share`` is the factor that ``raydl.core.center.set_lr`` multiplies the rate with.
+    """
+    number, is_exempt = part
+    settings: dict[str, Any] = {"weight_decay": 0.0} if is_exempt else {}
+    if number:
+        group = config.param_groups[number - 1]
+        settings |= {**group.parsed_options, "lr_share": group.lr_scale}
+        settings["lr"] = (config.lr or 0.0) * group.lr_scale
+        if group.weight_decay is not None:
+            settings["weight_decay"] = group.weight_decay
+    return settings
 
 
 def _clipper(max_norm: float) -> Callable[..., None]:
@@ -236,7 +281,8 @@ def _pieces(value: Any, tensor: Tensor, parameters: list[Tensor]) -> list[Any]:
 def ignores_zero_gradients(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
     """Whether a zero gradient changes nothing: plain SGD without momentum and weight decay."""
     is_plain = config.name == "sgd" and own is None
-    return is_plain and not config.momentum and not config.weight_decay
+    decays = [config.weight_decay, *(group.weight_decay for group in config.param_groups)]
+    return is_plain and not config.momentum and not any(decays)
 
 
 def no_gradient_text(names: Sequence[str]) -> str:
@@ -431,7 +477,7 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
         _check_named(config)
         is_rprop = config.name == "rprop"
     else:
-        for name in ("momentum", "nesterov", "weight_decay", "options", "decay_only_matrices"):
+        for name in _FOR_NAMED:
             if getattr(config, name):
                 raise ConfigError(
                     f"optimizer.{name}",
@@ -446,11 +492,40 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
             f"got {config.warmup}",
         )
     if own is None and config.options:
-        try:
-            _over(_sample(), config, None).step()
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            problem = f"{config.options!r} is not accepted by {config.name}: {error}"
-            raise ConfigError("optimizer.options", problem) from error
+        _try_options("optimizer.options", config)
+    for group in config.param_groups:
+        _check_group(group, config)
+
+
+def _try_options(setting: str, config: OptimizerConfig) -> None:
+    """Raise a ConfigError unless a named optimizer steps with its options."""
+    try:
+        kind = _without_compiler(OPTIMIZERS[config.name])
+        kind([parameter for _, parameter in _sample()], **_settings(config)).step()
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        problem = f"{config.options!r} is not accepted by {config.name}: {error}"
+        raise ConfigError(setting, problem) from error
+
+
+def _check_group(group: ParamGroup, config: OptimizerConfig) -> None:
+    """Raise a ConfigError if a named optimizer does not accept the settings of a group."""
+    takes, options, where = _takes(config), group.parsed_options, f"in {str(group)!r}"
+    if group.weight_decay is not None and "weight_decay" not in takes:
+        problem = f"has no meaning for {config.name}: it has no weight decay"
+        raise ConfigError(f"weight_decay of {_GROUPS}", problem)
+    for name in options:
+        if name == "lr":
+            raise ConfigError(_GROUPS, f"must not have lr {where}: set lr_scale, its factor")
+        if name in _OF_ALL:
+            problem = f"must not have {name} {where}: it is the same for all parameters; set "
+            raise ConfigError(_GROUPS, f"{problem}optimizer.{_OF_ALL[name]}")
+        if name not in takes:
+            choices = ["lr_scale", *(n for n in takes if n != "lr" and n not in _OF_ALL)]
+            raise UnknownNameError(f"{_GROUPS} of {config.name}", name, choices)
+    if options:
+        whole = {**config.parsed_options, **options}
+        text = ",".join(f"{name}={value!r}" for name, value in whole.items())
+        _try_options(_GROUPS, dataclasses.replace(config, options=text, param_groups=()))
 
 
 def _check_named(config: OptimizerConfig) -> None:
@@ -473,11 +548,25 @@ def _check_named(config: OptimizerConfig) -> None:
         raise ConfigError("optimizer.decay_only_matrices", problem)
 
 
-def _sample() -> list[Tensor]:
-    """Return a parameter with a gradient, to try an optimizer on."""
+def _sample() -> list[tuple[str, Tensor]]:
+    """Return a parameter without a name and with a gradient, to try an optimizer on."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
-    return [parameter]
+    return [("", parameter)]
+
+
+def _check_patterns(groups: Sequence[ParamGroup], names: Sequence[str]) -> None:
+    """Raise a ConfigError if a pattern matches no name of a parameter, or none that is left."""
+    used = {_group_number(name, groups) for name in names}
+    for number, group in enumerate(groups, 1):
+        if number in used:
+            continue
+        if any(fnmatchcase(name, group.pattern) for name in names):
+            problem = "matches only parameters that an earlier pattern matches; put it first"
+        else:
+            others = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            problem = f"matches no trained parameter; they are {', '.join(names[:2])}{others}"
+        raise ConfigError(_GROUPS, f"has the pattern {group.pattern!r}, which {problem}")
 
 
 def check_for_model(
@@ -488,8 +577,10 @@ def check_for_model(
     For elementwise optimizers, which accept all models, it is empty and nothing is built.
 
     Raises:
-        ConfigError: if the optimizer does not accept the parameters.
+        ConfigError: if the optimizer does not accept the parameters, or the pattern of a group
+            matches none.
     """
+    _check_patterns(config.param_groups, [name for name, _ in _parameters_of(model)])
     if is_elementwise(config, own):
         return {}
     try:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from raydl.config import TrainConfig, dotted, to_dict
-from raydl.config.checks import require
+from raydl.config.checks import require_name
 from raydl.config.custom_code import hugging_face_folder
 from raydl.errors import ConfigError, RaydlError
 from raydl.ray_backend.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
@@ -97,9 +97,9 @@ def plan_run(
             f"find it",
         )
     name = _ascii(f"{config.method.name}-{config.model}-{message_id}")
-    if run.run_dir is not None:
-        name = PurePosixPath(run.run_dir).name
-        check_name("the last part of run.run_dir", name)
+    if run.folder is not None:
+        name = PurePosixPath(run.folder).name
+        require_name("the last part of run.run_dir", name)
     if run.storage_path is not None:
         place, folder = below(run.storage_path, name), shlex.quote(f"runs/{name}")
     elif run.run_dir is not None and _is_absolute(run.run_dir):
@@ -107,17 +107,7 @@ def plan_run(
     else:  # only the shell that starts the driver knows the home of the head node
         place, folder = f"~/{HOME_RUNS}/{name}", f'"$HOME"/{shlex.quote(f"{HOME_RUNS}/{name}")}'
     options = f"{shlex.join(words)} --run-dir {folder}".lstrip()
-    return Plan(name, place, options, run.run_dir is not None, python)
-
-
-def check_name(setting: str, name: str) -> None:
-    """Refuse an invalid name of a run: it names a folder and becomes a part of the job's id.
-
-    Raises:
-        ConfigError: the name has other characters than the allowed ones.
-    """
-    wanted = "a name of letters, digits, _ . and - that does not begin with . or -"
-    require(re.fullmatch(r"\w[\w.-]*", name) is not None, setting, wanted, repr(name))
+    return Plan(name, place, options, run.folder is not None, python)
 
 
 def _ascii(name: str) -> str:

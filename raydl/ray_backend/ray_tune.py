@@ -35,12 +35,17 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
 
     Args:
         config: the settings of all trials; ``run.run_dir`` and ``run.resume`` are the trial's.
+
+    Raises:
+        ConfigError: if ``run.name`` is set, which all trials would share.
     """
+    _refuse_name(config)
 
     def run_trial(parameters: Mapping[str, Any]) -> None:
         context = tune.get_context()
         folder = os.path.join(context.get_trial_dir(), context.get_trial_id())
         settings = _with_parameters(config, parameters)
+        _refuse_name(settings)
         resumes = Storage(_root_of(settings, folder)).exists("config.json")
         run = replace(settings.run, run_dir=folder, resume=resumes, progress="none")
         # By its public name: this module is below it.
@@ -52,6 +57,16 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         run_trial, {"CPU": _CPUS_OF_A_TRIAL}
     )
     return resources
+
+
+def _refuse_name(config: TrainConfig) -> None:
+    """Raise a ConfigError if the settings name a run."""
+    if config.run.name is not None:
+        raise ConfigError(
+            "run.name",
+            f"cannot be set for trials, which have folders of their own, got {config.run.name}; "
+            f"name the search: ray.tune.RunConfig(name=...)",
+        )
 
 
 class _Reports(Callback):

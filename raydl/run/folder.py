@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
-from raydl.config.run import METRIC_LINES, TRACKER_STATES
+from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.errors import ConfigError, DataError
 from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
@@ -54,6 +54,7 @@ _FIXED_SETTINGS = (
     "optimizer.name",
     "optimizer.options",
     "optimizer.decay_only_matrices",
+    "optimizer.param_groups",
 )
 NO_RUN = (
     "no run is there; give the folder that raydl train printed, or the place below "
@@ -71,8 +72,9 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         name = re.sub(r"[^\w.-]+", ".", f"{config.method.name}-{config.model}")
-        default = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path = Path(config.run.run_dir) if config.run.run_dir else _free(default)
+        default = f"{RUNS}/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path = Path(config.run.folder) if config.run.folder else _free(default)
+        self._setting = "run.name" if config.run.name else "run.run_dir"
         self.is_remote = config.run.storage_path is not None
         self.root = (
             below(config.run.storage_path, self.path.name)
@@ -124,7 +126,9 @@ class RunFolder:
         """Raise a ConfigError if the folder holds a run."""
         if self.storage.exists("config.json"):
             raise ConfigError(
-                "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
+                self._setting,
+                f"{self.root} already holds a run; add --resume to continue it, or choose another "
+                f"name",
             )
 
     def load_earlier(self, config: TrainConfig) -> None:
@@ -252,7 +256,9 @@ def this_submission() -> str | None:
 
 
 def open_run(path: str) -> RunFolder:
-    """Return the folder of an existing run, from its path or URI."""
+    """Return the folder of an existing run, from its path, its URI, or its name in ``runs``."""
+    if path == os.path.basename(path) and not Path(path).exists() and Path(RUNS, path).is_dir():
+        path = f"{RUNS}/{path}"
     parent, name = parent_and_name(path)
     storage = parent if "://" in path else None
     run = RunConfig(run_dir=name if storage else path, storage_path=storage)

@@ -54,8 +54,8 @@ def test_help_is_grouped_and_names_the_short_flags(capsys):
     text = capsys.readouterr().out
     flags = (
         "--data --model --method --workers --epochs --steps --batch-size --lr --momentum --beta "
-        "--period --seed --run-dir --resume --storage-path --cpus-per-worker --gpus-per-worker "
-        "--exchange.timeout-s --checkpoint.num-to-keep"
+        "--period --seed --name --run-dir --resume --storage-path --cpus-per-worker "
+        "--gpus-per-worker --exchange.timeout-s --checkpoint.num-to-keep"
     )
     for flag in flags.split():
         assert flag in text, flag
@@ -96,7 +96,7 @@ def test_workers_are_a_number_or_a_range():
         (["--optimizer.lr=5"], "raydl train has no option --optimizer.lr; did you mean --lr?"),
         (["--xyzzy"], "raydl train has no option --xyzzy; --help lists them"),
         (["--deterministic", "yes"], "raydl train takes no argument 'yes'; an option begins"),
-        (["--resume"], "run.resume needs run.run_dir, the folder of the run to resume"),
+        (["--resume"], "run.resume needs run.name or run.run_dir, the run to resume"),
         (
             ["--resume", "--run-dir", "no/run"],
             "no/run: no run is there; give the folder that raydl train printed",

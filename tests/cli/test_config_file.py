@@ -69,7 +69,7 @@ def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, 
     assert not config.run.resume
     before = dotted(json.loads((run / "config.json").read_text())["config"])
     changed = {"run.run_dir", "training.seed"}
-    now = dotted(to_dict(config))
+    now = dotted(json.loads(json.dumps(to_dict(config))))
     assert {name for name in before if before[name] != now[name]} == changed
 
 

@@ -65,7 +65,7 @@ from raydl.run.trainer import Trainer
         ),
         (
             lambda: RunConfig(resume=True),
-            "run.resume needs run.run_dir, the folder of the run to resume",
+            "run.resume needs run.name or run.run_dir, the run to resume",
         ),
         (
             lambda: CheckpointConfig(num_to_keep=0),

@@ -14,6 +14,7 @@ from raydl.config import (
     ExchangeConfig,
     MethodConfig,
     OptimizerConfig,
+    ParamGroup,
     ScalingConfig,
     TrainConfig,
     TrainingConfig,
@@ -120,6 +121,25 @@ def test_matrices_alone_decay_and_gradients_are_clipped_as_in_torch():
     for batch in batches(10):
         replica.step(batch)
         step_reference(reference, optimizer, batch, max_norm=0.1)
+    assert_equal_bits(replica, reference)
+
+
+def test_parameter_groups_stay_when_a_step_gives_no_gradient():
+    group = ParamGroup(pattern="*.bias", lr_scale=0.5, weight_decay=0.0)
+    config = OptimizerConfig(
+        name="adamw", lr=0.05, weight_decay=0.3, param_groups=(group,), **PLAIN
+    )
+    replica, reference = pair(config, num_both=2)
+    parameters = dict(reference.named_parameters())
+    biases = [p for name, p in parameters.items() if name.endswith(".bias")]
+    others = [p for name, p in parameters.items() if not name.endswith(".bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": others}, {"params": biases, "lr": 0.025, "weight_decay": 0.0}],
+        lr=0.05, weight_decay=0.3,
+    )  # fmt: skip
+    for batch in batches(10):
+        replica.step(batch)
+        step_reference(reference, optimizer, batch)
     assert_equal_bits(replica, reference)
 
 

@@ -52,6 +52,8 @@ def test_a_run_without_a_place_is_kept_in_the_heads_home_under_a_name_that_stays
         (("--run-dir", "/shared/a"), "/shared/a", "/shared/a"),
         (("--storage-path", "s3://b/c/", "--run-dir", "x/a"), "s3://b/c/a", "runs/a"),
         (("--run-dir", "/a place/a"), "/a place/a", "'/a place/a'"),
+        (("--name", "a"), "~/raydl-runs/a", '"$HOME"/raydl-runs/a'),
+        (("--name=a", "--storage-path", "s3://b/c"), "s3://b/c/a", "runs/a"),
     ],
 )
 def test_a_run_is_kept_where_every_later_job_finds_it(words, place, folder):
@@ -192,9 +194,14 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
         ),
         (
             ["--run-name", "a", "--", "--run-dir", "b"],
-            "submit.run_name and run.run_dir exclude each other",
+            "run.name must be the last part of run.run_dir, got a and b; give one of them",
         ),
-        (["--", "--resume"], "run.resume needs run.run_dir"),
+        (
+            ["--run-name", "a", "--", "--name", "b"],
+            "submit.run_name and run.name exclude each other; give one",
+        ),
+        (["--", "--resume"], "run.resume needs run.name or run.run_dir"),
+        (["--", "--name", "a/b"], "run.name must be a name of letters"),
         (
             ["--working-dir", "no/such"],
             "submit.working_dir must be a folder of this machine, got no/such",

@@ -13,7 +13,14 @@ from message_jobs import wait_for
 from processes import resident_bytes
 
 from raydl.collective.ray_collective import GroupAddress
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.config import (
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ParamGroup,
+    TrainConfig,
+    TrainingConfig,
+)
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.methods import METHODS, resolve
@@ -127,6 +134,19 @@ def test_workers_that_share_the_steps_by_speed_count_every_sample_among_actors(a
 def test_settings_of_the_exchange_hold_among_actors(actors, method, exchange):
     config = settings(method, **exchange)
     check(config, train(actors, config))
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-msgd"])
+def test_a_parameter_group_with_scale_0_stays_as_it_began_among_actors(actors, method):
+    config = settings(method)
+    frozen = (ParamGroup(pattern="1.bias", lr_scale=0.0),)
+    optimizer = dataclasses.replace(config.optimizer, param_groups=frozen)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    snapshot = train(actors, config)
+    check(config, snapshot)
+    first = Ensemble(config, num_workers=0, images=IMAGES).first
+    assert np.array_equal(snapshot.weights[-3:], first.weights[-3:])
+    assert not np.array_equal(snapshot.weights[:-3], first.weights[:-3])
 
 
 @pytest.mark.slow

@@ -85,3 +85,13 @@ def test_parameters_are_settings_by_their_dotted_names():
     assert (config.optimizer.lr, config.method.name) == (0.5, "diloco")
     with pytest.raises(ConfigError, match="has 'lr', which is no setting; give dotted names"):
         with_parameters(TrainConfig(), {"lr": 0.5})
+
+
+@pytest.mark.processes  # the import of Ray Tune takes seconds
+@pytest.mark.filterwarnings(*QUIET)
+def test_a_name_that_all_trials_would_share_is_refused():
+    config = TrainConfig(run=RunConfig(name="first"))
+    with pytest.raises(
+        ConfigError, match=r"run\.name cannot be set for trials, .*, got first; name"
+    ):
+        raydl.tune.trainable(config)

@@ -74,7 +74,7 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
             ["--epochs", "2"],
             "training.epochs, training.samples and training.seconds cannot be set",
         ),
-        (["--run-dir", "x"], "run.run_dir, run.storage_path and run.resume cannot be set"),
+        (["--name", "x"], "run.name, run.run_dir, run.storage_path and run.resume cannot be set"),
     ],
 )
 def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence, capsys):

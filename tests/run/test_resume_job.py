@@ -72,7 +72,7 @@ def test_a_folder_of_others_is_refused_and_keeps_all_it_has(tmp_path, capsys, mo
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     monkeypatch.setenv("RAYDL_SUBMISSION", "ours")
     assert resume_job.resume(options_of(run)) == 2
-    assert "already holds a run; add --resume, or name another" in capsys.readouterr().err
+    assert "already holds a run; add --resume to continue it, or choose" in capsys.readouterr().err
     after = {p: p.read_bytes() for p in before}
     assert {p.name: d for p, d in after.items() if p.name != "driver.lock"} == {
         p.name: d for p, d in before.items() if p.name != "driver.lock"

@@ -291,7 +291,7 @@ def test_options_of_train_apply_to_all_runs():
         ("--method sync-sgd", "method.name cannot be set in a comparison; use --methods"),
         (
             "--run-dir there",
-            "run.run_dir, run.storage_path and run.resume cannot be set in a comparison; use --",
+            "run.name, run.run_dir, run.storage_path and run.resume cannot be set in a comparison",
         ),
         ("--seeds 0", "seeds must be 1 or more, got 0"),
         ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),

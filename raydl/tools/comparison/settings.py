@@ -44,8 +44,8 @@ class Comparison:
         if self.base.method.name != MethodConfig().name:
             raise ConfigError("method.name", "cannot be set in a comparison; use --methods")
         run = self.base.run
-        if run.resume or run.run_dir is not None or run.storage_path is not None:
-            settings = "run.run_dir, run.storage_path and run.resume"
+        if run.resume or run.folder is not None or run.storage_path is not None:
+            settings = "run.name, run.run_dir, run.storage_path and run.resume"
             raise ConfigError(settings, "cannot be set in a comparison; use --out")
 
 

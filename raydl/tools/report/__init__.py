@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raydl.errors import ConfigError
+from raydl.run.folder import open_run
 from raydl.storage import Storage, below, parent_and_name
 from raydl.tools.report.facts import RunFacts, read_run
 from raydl.tools.report.page import make_page
@@ -32,7 +33,7 @@ def write_report(runs: Sequence[str], *, out: str | None = None) -> str:
     """Write the page of one or more runs and return its path or URI.
 
     Args:
-        runs: folders of runs, paths or URIs, at least one.
+        runs: folders of runs, paths or URIs, or names of runs in ``runs``, at least one.
         out: the file; None: ``report.html`` in the folder of the run or, for several runs, in the
             current folder.
 
@@ -40,10 +41,10 @@ def write_report(runs: Sequence[str], *, out: str | None = None) -> str:
         DataError: if a folder contains no run.
         ConfigError: if the page cannot be written.
     """
-    folders = {below(run, NAME): run for run in runs}  # drops repeated runs
-    facts = with_unique_names([read_run(folder) for folder in folders.values()])
+    folders = list(dict.fromkeys(open_run(run).root for run in runs))  # drops repeated runs
+    facts = with_unique_names([read_run(folder) for folder in folders])
     if out is None:
-        out = next(iter(folders)) if len(folders) == 1 else NAME
+        out = below(folders[0], NAME) if len(folders) == 1 else NAME
     _write(out, make_page(facts).encode())
     return out
 

@@ -121,7 +121,8 @@ def _comparison(runs: Sequence[RunFacts]) -> Html:
 
 def _differences(runs: Sequence[RunFacts]) -> Html | None:
     """Return a table of the settings in which the runs differ, or None if they do not."""
-    names = dict.fromkeys(name for run in runs for name in run.config if name != "run.run_dir")
+    own = ("run.name", "run.run_dir")
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in own)
     rows: list[list[object]] = []
     for name in names:
         values = [run.setting(name) if name in run.config else "" for run in runs]
