@@ -37,6 +37,9 @@ class InputConfig:
     auto (sets larger than max_memory_bytes, and runs that skip bad samples)."""
     max_memory_bytes: int = 1 << 30
     """Largest decoded size of a set that is read at the start, in bytes, if stream is auto."""
+    samples_per_epoch: int | None = None
+    """Samples of an epoch, for an iterable data set, whose length is not known; unset: its length
+    if it has one."""
     shuffle_samples: int = 4096
     """Samples to shuffle together: row groups of a streamed set are mixed until they hold this
     many."""
@@ -76,6 +79,8 @@ class InputConfig:
             "auto or always with input.on_bad_sample skip, since only streamed samples are skipped",
             self.stream,
         )
+        size = self.samples_per_epoch
+        require(size is None or size >= 1, "input.samples_per_epoch", "1 or more", size)
         for name in ("context", "max_memory_bytes", "shuffle_samples", "num_threads"):
             require(getattr(self, name) >= 1, f"input.{name}", "1 or more", getattr(self, name))
 
