@@ -480,8 +480,9 @@ _IGNORED = -100
 class HuggingFace(LossFromForward):
     """A model of transformers from a local folder; at the end the center is such a folder, too.
 
-    A model for causal language modeling whose batches have no labels predicts its own
-    ``input_ids``. The metrics are the loss, and the accuracy if there is one label per sample.
+    A column ``label`` counts as ``labels``, as in the collators of transformers. A model for causal
+    language modeling whose batches have no labels predicts its own ``input_ids``. The metrics are
+    the loss, and the accuracy if there is one label per sample.
 
     Args:
         model: ``hf:FOLDER``.
@@ -520,6 +521,8 @@ class HuggingFace(LossFromForward):
                 f"must give batches by column for {self.name}, as a table of input_ids, "
                 f"attention_mask and labels does",
             )
+        if "label" in batch and "labels" not in batch:
+            batch = {"labels" if name == "label" else name: batch[name] for name in batch}
         if "labels" in batch or not self._local.is_causal:
             return batch
         labels = batch["input_ids"]

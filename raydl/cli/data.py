@@ -45,7 +45,7 @@ class _ConvertOptions:
     rows_per_file: int = 50_000
     """Rows of each file but the last."""
     shuffle: Flag = False
-    """Write pictures of class folders and arrays in random order (not of Parquet)."""
+    """Write pictures of class folders and arrays in random order (not of Parquet or saved sets)."""
     seed: int = 0
     """Seed of the random order and of synthetic data."""
 
@@ -139,7 +139,12 @@ class _PlainLines:
 def _print_info(info: SourceInfo) -> None:
     from raydl.tools.data_info import bytes_text
 
-    kinds = {"folders": "a folder per class", "idx": "IDX", "cifar": "CIFAR-10's binary files"}
+    kinds = {
+        "folders": "a folder per class",
+        "idx": "IDX",
+        "cifar": "CIFAR-10's binary files",
+        "saved": "saved by datasets.save_to_disk",
+    }
     print_lines(f"{info.source}: {info.holds} ({kinds.get(info.kind, info.kind)})")
     if info.holds == "text":
         print(f"{info.num_tokens:,} tokens, a vocabulary of {info.vocabulary:,}")

@@ -68,8 +68,8 @@ class TrainConfig:
     """All settings of one run."""
 
     data: str = "digits"
-    """Training data: digits, synthetic, or a path or URI (Parquet, IDX, CIFAR-10, npz, text,
-    class folders)."""
+    """Training data: digits, synthetic, or a path or URI (Parquet, a folder of
+    datasets.save_to_disk, IDX, CIFAR-10, npz, text, class folders)."""
     model: str = "lenet"
     """Network: a name that `raydl models` lists, torchvision:NAME, or your own module:function."""
     task: str = "auto"

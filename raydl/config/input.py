@@ -28,14 +28,18 @@ class InputConfig:
     """Tokens in one sample of a text."""
     on_bad_sample: str = field(default="stop", metadata={"flag": "on-bad-sample"})
     """Policy for a sample that cannot be read: stop the run and name the sample, or skip it and
-    count it (Parquet)."""
+    count it (Parquet, saved and torch data sets)."""
     columns: str = ""
-    """Columns of a Parquet table to read, separated by commas; empty: all."""
+    """Columns of a table to read, separated by commas; empty: all. Of a folder of
+    datasets.save_to_disk also the columns of pictures and labels."""
     stream: str = "auto"
-    """Stream Parquet instead of reading it at the start: always, never, or auto (sets larger than
-    max_memory_bytes, and runs that skip bad samples)."""
+    """Stream Parquet and saved data sets instead of reading them at the start: always, never, or
+    auto (sets larger than max_memory_bytes, and runs that skip bad samples)."""
     max_memory_bytes: int = 1 << 30
     """Largest decoded size of a set that is read at the start, in bytes, if stream is auto."""
+    samples_per_epoch: int | None = None
+    """Samples of an epoch, for an iterable data set, whose length is not known; unset: its length
+    if it has one."""
     shuffle_samples: int = 4096
     """Samples to shuffle together: row groups of a streamed set are mixed until they hold this
     many."""
@@ -49,7 +53,7 @@ class InputConfig:
         return tuple(name.strip() for name in self.columns.split(",") if name.strip())
 
     def streams(self, decoded_bytes: Callable[[], int]) -> bool:
-        """Return whether to stream a Parquet set.
+        """Return whether to stream a set that has row groups.
 
         Args:
             decoded_bytes: returns the decoded size of the training set; called only if needed.
@@ -75,6 +79,8 @@ class InputConfig:
             "auto or always with input.on_bad_sample skip, since only streamed samples are skipped",
             self.stream,
         )
+        size = self.samples_per_epoch
+        require(size is None or size >= 1, "input.samples_per_epoch", "1 or more", size)
         for name in ("context", "max_memory_bytes", "shuffle_samples", "num_threads"):
             require(getattr(self, name) >= 1, f"input.{name}", "1 or more", getattr(self, name))
 

@@ -28,7 +28,6 @@ from raydl.data.images import (
     split_off_test,
 )
 from raydl.data.parquet import (
-    ParquetGroups,
     check_labels,
     class_names_of,
     has_pictures,
@@ -37,14 +36,17 @@ from raydl.data.parquet import (
     open_groups,
     read_pictures,
 )
-from raydl.data.row_groups import RowGroups
+from raydl.data.row_groups import FileGroups, RowGroups
 from raydl.data.samples import Dataset, Samples
+from raydl.data.saved_dataset import find_parts, open_saved
 from raydl.data.streaming import StreamedPictures
 from raydl.data.table import StreamedTable, TableSet, arrays_of, row_bytes
 from raydl.data.text import TEXT_ENDINGS, load_text
 from raydl.errors import DataError, UnknownNameError
 
 _BUNDLED = ("digits", "synthetic")
+WITH_GROUPS = ("parquet", "saved")
+"""Kinds of sources whose files have row groups, so that they can be streamed."""
 _IDX_NAMES = ("{part}-images-idx3-ubyte", "{part}-images.idx3-ubyte")
 
 
@@ -53,7 +55,8 @@ class Layout:
     """The kind of a source, and the files or folders of its parts."""
 
     kind: str
-    """parquet, folders (one per class), idx, cifar, npz, text or synthetic."""
+    """parquet, saved (by ``datasets``), folders (one per class), idx, cifar, npz, text or
+    synthetic."""
     name: str
     """Name of the source, for messages; path or URI of a text."""
     train: tuple[Place, ...] = ()
@@ -109,6 +112,8 @@ def _of_folder(folder: Place) -> Layout:
         parquet = place.children("*.parquet") if place.is_dir() else []
         if parquet:
             return _parquet(parquet, folder.name)
+    if parts := find_parts(folder):
+        return Layout("saved", folder.name, *parts)
     return _idx(folder) or _cifar(folder) or _class_folders(folder)
 
 
@@ -168,28 +173,35 @@ _TEST_SHARE = 10
 """One in this many rows or row groups is split off as test set."""
 
 
-def load_parquet(
-    train: Sequence[Place],
-    test: Sequence[Place],
-    *,
-    source: str,
-    seed: int,
-    input: InputConfig,
-) -> Dataset:
-    """Return the dataset of some Parquet files.
+def open_parts(
+    layout: Layout, *, columns: Sequence[str] = (), of_one_type: bool = True
+) -> list[FileGroups]:
+    """Return the row groups of the training set and, if the source has one, of the test set.
 
     Args:
-        train: files of the training set, one or more.
-        test: files of the test set; empty: split off a tenth of the training set, by the seed.
-        source: path, URI or name that the user gave.
-        seed: seed of the split.
-        input: settings of the input.
+        layout: a source of Parquet files, or one that ``datasets`` has saved.
+        columns: columns to read; empty: all.
+        of_one_type: whether a column must have the same type in all Parquet files.
 
     Raises:
-        DataError: if a file is no whole Parquet file, or differs in its columns from the others.
+        DataError: if a file is not whole, or differs in its columns from the others.
     """
-    groups = open_groups(train, columns=input.columns_named)
-    test_groups = open_groups(test, columns=input.columns_named) if test else None
+    if layout.kind == "saved":
+        return [open_saved(part, columns=columns) for part in (*layout.train, *layout.test)]
+    parts = [part for part in (layout.train, layout.test) if part]
+    return [open_groups(part, columns=columns, of_one_type=of_one_type) for part in parts]
+
+
+def _load_groups(layout: Layout, *, seed: int, input: InputConfig) -> Dataset:
+    """Return the dataset of some files with row groups.
+
+    Without a test set a tenth of the training set is split off, by the seed.
+
+    Raises:
+        DataError: if a file is not whole, or differs in its columns from the others.
+    """
+    groups, *others = open_parts(layout, columns=input.columns_named)
+    test_groups, source = others[0] if others else None, layout.name
     if not input.streams(lambda: _decoded_bytes(groups)):
         return _in_memory(groups, test_groups, source=source, seed=seed)
     names = _class_names(groups, test_groups)
@@ -198,7 +210,7 @@ def load_parquet(
     return streamed(groups, test_groups, names=names, source=source, input=input)
 
 
-def _decoded_bytes(groups: ParquetGroups) -> int:
+def _decoded_bytes(groups: FileGroups) -> int:
     """Return the decoded size of a set in bytes, estimated from its first picture or row."""
     if not has_pictures(groups.columns):
         return sum(groups.sizes) * row_bytes(groups.read_first())
@@ -210,9 +222,7 @@ def _decoded_bytes(groups: ParquetGroups) -> int:
     return sum(groups.sizes) * picture.size
 
 
-def _in_memory(
-    groups: ParquetGroups, test: ParquetGroups | None, *, source: str, seed: int
-) -> Dataset:
+def _in_memory(groups: FileGroups, test: FileGroups | None, *, source: str, seed: int) -> Dataset:
     if has_pictures(groups.columns):
         pictures = read_pictures(groups)
         if test is None:
@@ -245,14 +255,14 @@ def _split(count: int, *, seed: int, what: str, source: str) -> tuple[np.ndarray
     if count < 2:
         raise DataError(
             source, f"has no test part and only {count} {what}: too few to split; name files "
-            f"train-*.parquet and test-*.parquet"
+            f"train-*.parquet and test-*.parquet, or save splits train and test"
         )  # fmt: skip
     order = np.random.default_rng(seed).permutation(count)
     num_test = max(1, count // _TEST_SHARE)
     return np.sort(order[num_test:]), np.sort(order[:num_test])
 
 
-def _class_names(groups: ParquetGroups, test: ParquetGroups | None) -> tuple[str, ...]:
+def _class_names(groups: FileGroups, test: FileGroups | None) -> tuple[str, ...]:
     """Return the class names, or without any in the file, the numbers up to the largest label.
 
     Raises:
@@ -329,9 +339,9 @@ def load(source: str, *, seed: int = 0, input: InputConfig = _DEFAULTS) -> Datas
 
     Args:
         source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of
-            Parquet files (file, glob or folder), an IDX folder, CIFAR-10's binary folder, an .npz
-            file, a folder of class folders, or a text (.txt, .md, .npy with tokens, or
-            ``text:PATH`` for any other name).
+            Parquet files (file, glob or folder), a folder of ``datasets.save_to_disk``, an IDX
+            folder, CIFAR-10's binary folder, an .npz file, a folder of class folders, or a text
+            (.txt, .md, .npy with tokens, or ``text:PATH`` for any other name).
         seed: seed of the split and of synthetic data.
         input: settings of the input.
 
@@ -342,8 +352,8 @@ def load(source: str, *, seed: int = 0, input: InputConfig = _DEFAULTS) -> Datas
     layout = find_layout(source)
     if layout.kind == "text":
         return load_text(layout.name, context=input.context)
-    if layout.kind == "parquet":
-        return load_parquet(layout.train, layout.test, source=layout.name, seed=seed, input=input)
+    if layout.kind in WITH_GROUPS:
+        return _load_groups(layout, seed=seed, input=input)
     return load_pictures(layout, seed=seed)
 
 

@@ -278,8 +278,8 @@ def labelled_files(folder: Place) -> tuple[list[Place], np.ndarray, list[str]]:
     if not pictures:
         raise DataError(
             folder.name,
-            "holds no data set: train-*.parquet, IDX files, data_batch_*.bin, or folders of "
-            "pictures named by class",
+            "holds no data set: train-*.parquet, files of datasets.save_to_disk, IDX files, "
+            "data_batch_*.bin, or folders of pictures named by class",
         )
     labels = np.array([number for _, number in pictures])
     return [picture for picture, _ in pictures], labels, [child.basename for child in classes]

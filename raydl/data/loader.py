@@ -22,6 +22,7 @@ from raydl.data.samples import (
     Dataset,
     Prepare,
     Samples,
+    Sharded,
     SkipsUnreadable,
     as_they_are,
     to_device,
@@ -158,6 +159,7 @@ class Feed:
         self._batches = batches
         # Checked once: a check of a protocol takes as long as fetching a small batch.
         self._skipping = batches.samples if isinstance(batches.samples, SkipsUnreadable) else None
+        self._sharded = batches.samples if isinstance(batches.samples, Sharded) else None
         self._order = order
         self._device = device
         self._parts = time_parts
@@ -199,6 +201,16 @@ class Feed:
         if self._skipping is not None:
             return self._skipping.fetch_readable(rows)
         return self._batches.samples.fetch(rows), rows, []
+
+    def take_shard(self, place: tuple[int, int], *, start: int) -> None:
+        """Read the shard of a worker's place from now on, if the training set is a stream.
+
+        Args:
+            place: (rank, number of workers).
+            start: number of this start of the stream, if the place has changed.
+        """
+        if self._sharded is not None:
+            self._sharded.take_shard(*place, start=start)
 
     def prefetch(self, steps: Sequence[Step], ahead: Sequence[tuple[int, Span]]) -> None:
         """Start to fetch the local steps of a round, and the samples reserved for later rounds.

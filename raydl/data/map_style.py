@@ -71,7 +71,7 @@ class MapStyle:
         """Name of the class of the data set, for messages."""
         self._pool: ProcessPoolExecutor | None = None
         self._first = self._batch_of(self._first_sample())
-        self.shape = _shape_of(self._first, dataset)
+        self.shape = shape_of_batch(self._first, dataset)
         """The shape of the first sample, to build a model for."""
 
     @property
@@ -161,19 +161,19 @@ class MapStyle:
                 self._num_workers,
                 context,
                 initializer=_hold,
-                initargs=(_pickled(self._dataset),),
+                initargs=(pickled(self._dataset),),
             )
         return self._pool
 
     def _batch_of(self, samples: list[Any]) -> Batch:
-        return _checked(self._collate(samples), len(samples), source=self.source)
+        return checked_batch(self._collate(samples), len(samples), source=self.source)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a worker's set, which starts processes of its own."""
         return {**self.__dict__, "_pool": None, "_num_workers": self._wanted_workers}
 
 
-def _pickled(dataset: Any) -> bytes:
+def pickled(dataset: Any) -> bytes:
     """Return a data set as bytes; in a process of Ray, also one of the user's script."""
     pickler = sys.modules.get("ray.cloudpickle", pickle)
     data: bytes = pickler.dumps(dataset)
@@ -185,11 +185,12 @@ def _hold(dataset: bytes) -> None:
     global _held
     torch.set_num_threads(1)
     # A process of a pool waits for its next call forever, also if its parent was killed.
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
     _held = pickle.loads(dataset)
 
 
-def _end_with_the_parent() -> None:
+def end_with_the_parent() -> None:
+    """End this loading process when its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "it is no loading process"
     parent.join()
@@ -213,7 +214,7 @@ def _sample(dataset: Any, number: int) -> Any:
         return _Unreadable(f"sample {number} cannot be read: {type(error).__name__}: {error}")
 
 
-def _checked(batch: Any, num_samples: int, *, source: str) -> Batch:
+def checked_batch(batch: Any, num_samples: int, *, source: str) -> Batch:
     """Return a batch as a tuple or mapping of tensors.
 
     Raises:
@@ -240,7 +241,7 @@ def _checked(batch: Any, num_samples: int, *, source: str) -> Batch:
     return checked
 
 
-def _shape_of(batch: Batch, dataset: Any) -> DataShape:
+def shape_of_batch(batch: Batch, dataset: Any) -> DataShape:
     """Return the shape of one sample, by the batch of the first."""
     if isinstance(batch, dict):
         columns = {name: tuple(value.shape[1:]) for name, value in batch.items()}
@@ -268,16 +269,17 @@ def _are_numbers(target: Any) -> bool:
 
 def class_name_of(data: Any) -> str:
     """Return the name of the class of a data set, or of the data set of a loader."""
-    return type(_dataset_of(data)).__name__
+    return type(dataset_of(data)).__name__
 
 
-def _dataset_of(data: Any) -> Any:
+def dataset_of(data: Any) -> Any:
+    """Return a data set itself, or that of a loader."""
     return data.dataset if isinstance(data, torch_data.DataLoader) else data
 
 
 def is_map_style(data: Any) -> bool:
     """Whether something is a map-style data set, or a loader of one."""
-    data = _dataset_of(data)
+    data = dataset_of(data)
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(
         data, (str, bytes, Mapping, Tensor, np.ndarray, torch_data.IterableDataset)
     )  # fmt: skip
@@ -296,19 +298,26 @@ def from_map_style(data: Any, *, seed: int, input: InputConfig) -> Dataset:
         DataError: if a part is missing, empty or cannot be read, or the parts differ in shape.
     """
     if isinstance(data, Mapping):
-        if set(data) != set(_PARTS):
-            raise DataError("data", f"must be named train and test, got {', '.join(data)}")
-        train, test = (_part(data[name], None, input) for name in _PARTS)
+        check_parts(data)
+        train, test = (open_part(data[name], None, input) for name in _PARTS)
     else:
-        count = len(_dataset_of(data))
+        count = len(dataset_of(data))
         if count < 2:
             raise DataError("data", f"has only {count} samples: too few to split off a test set")
         rows = np.random.default_rng(seed).permutation(count)
         num_test = max(1, count // 10)
-        train, test = (_part(data, np.sort(r), input) for r in (rows[num_test:], rows[:num_test]))
+        train, test = (
+            open_part(data, np.sort(r), input) for r in (rows[num_test:], rows[:num_test])
+        )
     if _kind_of(train.shape) != _kind_of(test.shape):
         raise DataError(train.source, f"trains on {train.shape} but tests on {test.shape}")
     return Dataset(train, test, train.source)
+
+
+def check_parts(data: Mapping[str, Any]) -> None:
+    """Raise DataError unless data sets are named train and test."""
+    if set(data) != set(_PARTS):
+        raise DataError("data", f"must be named train and test, got {', '.join(data)}")
 
 
 def _kind_of(shape: DataShape) -> tuple[Any, ...]:
@@ -316,13 +325,18 @@ def _kind_of(shape: DataShape) -> tuple[Any, ...]:
     return tuple(shape.columns), len(shape.input_shape), shape.class_names
 
 
-def _part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyle:
+def open_part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyle:
+    """Return some rows of a map-style data set or of its loader; None: all.
+
+    Raises:
+        DataError: if it is empty, its first sample cannot be read, or the loader has a sampler.
+    """
     collate: Collate = torch_data.default_collate
     num_workers = 0
     if isinstance(data, torch_data.DataLoader):
         _check_sampler(data)
         collate, num_workers = data.collate_fn, data.num_workers
-    data = _dataset_of(data)
+    data = dataset_of(data)
     if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") is None:
         data = data.with_format("torch")  # a datasets.Dataset, whose samples are lists otherwise
     if not len(data):

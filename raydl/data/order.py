@@ -80,6 +80,32 @@ class Shuffled:
         return {**self.__dict__, "_orders": {}}
 
 
+class InStream:
+    """Positions without rows, for a stream: a worker takes the next samples of its shard.
+
+    Args:
+        num_samples: positions in an epoch.
+    """
+
+    name = "a stream"
+    """Description of the order."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the positions."""
+        return positions
+
+    def cuts(self, epoch: int) -> None:
+        """Return None: there are no blocks."""
+        return None
+
+    def near(self, epoch: int, position: int) -> np.ndarray:
+        """Return the position: there are no row groups."""
+        return np.array([position])
+
+
 class InBlocks:
     """Row groups in random order, combined to blocks whose rows are shuffled.
 

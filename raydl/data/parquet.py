@@ -7,10 +7,9 @@ the metadata of the schema may hold class names. Any other file is a table.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,26 +17,21 @@ import pyarrow.parquet as pq
 
 from raydl.data.files import Place
 from raydl.data.images import ImageSet, checked_set, decode_all
+from raydl.data.row_groups import FileGroups, arrow_errors
 from raydl.errors import DataError
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
 _CACHED_FOOTERS = 16
+_BUFFER_BYTES = 1 << 20
+"""Read buffer of a column, in bytes, where few rows of a row group are wanted."""
 
 
 @dataclass(frozen=True)
-class ParquetGroups:
-    """Row groups of some files, in order, without empty ones."""
+class ParquetGroups(FileGroups):
+    """Row groups of some Parquet files."""
 
-    files: tuple[Place, ...]
-    index: tuple[tuple[int, int], ...]
-    """(File, row group in the file) of each row group."""
-    sizes: tuple[int, ...]
-    """Rows of each row group."""
-    schema: pa.Schema
-    """Schema of the first file."""
-    columns: tuple[str, ...]
-    """Columns to read."""
+    unit: ClassVar[str] = "row group"
     _footers: dict[int, pq.FileMetaData] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -55,7 +49,7 @@ class ParquetGroups:
         file, group = self.index[number]
         place = self.files[file]
         with (
-            _arrow_errors(self.name(number), "cannot be read"),
+            arrow_errors(self.name(number), "cannot be read"),
             place.filesystem.open_input_file(place.path) as stream,
         ):
             footer = self._footers.get(file)
@@ -67,19 +61,6 @@ class ParquetGroups:
             parquet = pq.ParquetFile(stream, metadata=footer)
             return parquet.read_row_group(group, columns=list(self.columns))
 
-    def name(self, number: int) -> str:
-        """Return the file and the row group, for messages."""
-        file, group = self.index[number]
-        return f"{self.files[file].name}, row group {group}"
-
-    def select(self, numbers: Sequence[int]) -> ParquetGroups:
-        """Return some of the row groups."""
-        return replace(
-            self,
-            index=tuple(self.index[n] for n in numbers),
-            sizes=tuple(self.sizes[n] for n in numbers),
-        )
-
     def read_first(self) -> pa.Table:
         """Return the first row, without the rest of its row group.
 
@@ -89,38 +70,35 @@ class ParquetGroups:
         file, group = self.index[0]
         place = self.files[file]
         with (
-            _arrow_errors(self.name(0), "cannot be read"),
+            arrow_errors(self.name(0), "cannot be read"),
             place.filesystem.open_input_file(place.path) as stream,
         ):
-            rows = pq.ParquetFile(stream).iter_batches(
-                1, row_groups=[group], columns=list(self.columns)
-            )
+            parquet = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            rows = parquet.iter_batches(1, row_groups=[group], columns=list(self.columns))
             return pa.Table.from_batches([next(rows)])
 
-    def read_all(self) -> pa.Table:
-        """Return the columns of all row groups.
-
-        Raises:
-            DataError: if a file is truncated or was changed, or if files differ in their types.
-        """
-        tables = [self.read(number) for number in range(len(self.index))]
-        with _arrow_errors(self.source, "files differ in their columns"):
-            return pa.concat_tables(tables)
-
-    @property
-    def source(self) -> str:
-        """The files, for messages."""
-        others = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-        return self.files[0].name + others
+    def group_bytes(self) -> list[int]:
+        """Return the bytes of the columns in each row group, uncompressed, from the footers."""
+        return [size for file in self.files for size in _group_bytes(file, self.columns)]
 
 
-@contextmanager
-def _arrow_errors(name: str, problem: str) -> Iterator[None]:
-    """Turn an error of a file system or of Arrow into a DataError, "NAME: PROBLEM: …"."""
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(name, f"{problem}: {str(error).splitlines()[0]}") from error
+def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:
+    """Return the bytes of some columns in each non-empty row group of a file."""
+    with (
+        arrow_errors(file.name, "cannot be read"),
+        file.filesystem.open_input_file(file.path) as stream,
+    ):
+        footer = pq.ParquetFile(stream).metadata
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    return [
+        sum(
+            group.column(i).total_uncompressed_size
+            for i in range(group.num_columns)
+            if group.column(i).path_in_schema.split(".")[0] in columns
+        )
+        for group in groups
+        if group.num_rows
+    ]
 
 
 def open_groups(
@@ -140,7 +118,7 @@ def open_groups(
     footers = []
     for file in files:
         with (
-            _arrow_errors(file.name, "is not a whole Parquet file"),
+            arrow_errors(file.name, "is not a whole Parquet file"),
             file.filesystem.open_input_file(file.path) as stream,
         ):
             footers.append(pq.ParquetFile(stream).metadata)
@@ -217,7 +195,7 @@ def _column(schema: pa.Schema, choices: tuple[str, ...], source: str) -> str:
     )
 
 
-def read_pictures(groups: ParquetGroups) -> ImageSet:
+def read_pictures(groups: FileGroups) -> ImageSet:
     """Return all pictures of some row groups, in order, decoded.
 
     Raises:
@@ -274,12 +252,23 @@ def check_labels(schema: pa.Schema, columns: Sequence[str], source: str) -> None
         raise DataError(source, f"column {label!r} must hold integers, got {type}")
 
 
+def features_of(schema: pa.Schema) -> dict[str, Any]:
+    """Return the features by column in the metadata of a schema, or an empty dict."""
+    text = (schema.metadata or {}).get(b"huggingface")
+    features: dict[str, Any] = (
+        json.loads(text).get("info", {}).get("features") or {} if text else {}
+    )
+    return features
+
+
+def hub_metadata(features: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a schema with these features by column."""
+    return {"huggingface": json.dumps({"info": {"features": features}})}
+
+
 def class_names_of(schema: pa.Schema) -> list[str] | None:
     """Return the class names in the metadata of a schema, or None without any."""
-    text = (schema.metadata or {}).get(b"huggingface")
-    if text is None:
-        return None
-    features: dict[str, Any] = json.loads(text).get("info", {}).get("features", {})
+    features = features_of(schema)
     for label in _LABEL_COLUMNS:
         names: list[str] | None = features.get(label, {}).get("names")
         if names is not None:
@@ -287,8 +276,8 @@ def class_names_of(schema: pa.Schema) -> list[str] | None:
     return None
 
 
-def largest_label(groups: ParquetGroups) -> int:
+def largest_label(groups: FileGroups) -> int:
     """Return the largest label, or -1 without any; read only the column of labels."""
-    labels_only = replace(groups, columns=groups.columns[1:])
-    largest = [pc.max(labels_only.read(n)[0]).as_py() for n in range(len(groups.index))]
+    labels_only = groups.narrowed(groups.columns[1:])
+    largest = [pc.max(labels_only.read(n)[0]).as_py() for n in range(len(groups.sizes))]
     return max((label for label in largest if label is not None), default=-1)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from raydl.data.files import Place
 from raydl.data.order import InBlocks
+from raydl.errors import DataError
 
 _KEPT_OTHERS = 2
 """Groups to keep that were not prefetched: a worker reads them when it helps with a block."""
 
 _T = TypeVar("_T")
+_Files = TypeVar("_Files", bound="FileGroups")
 
 
 class RowGroups(Protocol):
@@ -41,6 +47,85 @@ class RowGroups(Protocol):
     def select(self: _T, numbers: Sequence[int]) -> _T:
         """Return some of the groups."""
         ...
+
+
+@dataclass(frozen=True)
+class FileGroups(ABC):
+    """Row groups of some files, in order, without empty ones; a base class per file format."""
+
+    unit: ClassVar[str]
+    """Word of the format for a row group, for messages."""
+    files: tuple[Place, ...]
+    index: tuple[tuple[int, int], ...]
+    """(File, row group in the file) of each row group."""
+    sizes: tuple[int, ...]
+    """Rows of each row group."""
+    schema: pa.Schema
+    """Schema of the first file."""
+    columns: tuple[str, ...]
+    """Columns to read."""
+
+    @abstractmethod
+    def read(self, number: int) -> pa.Table:
+        """Return the columns of a row group.
+
+        Raises:
+            DataError: if the file is truncated or was changed.
+        """
+
+    @abstractmethod
+    def read_first(self) -> pa.Table:
+        """Return the first row.
+
+        Raises:
+            DataError: if the file is truncated or was changed.
+        """
+
+    @abstractmethod
+    def group_bytes(self) -> list[int]:
+        """Return the bytes of each row group."""
+
+    def name(self, number: int) -> str:
+        """Return the file and the row group, for messages."""
+        file, group = self.index[number]
+        return f"{self.files[file].name}, {self.unit} {group}"
+
+    def select(self: _Files, numbers: Sequence[int]) -> _Files:
+        """Return some of the row groups."""
+        return replace(
+            self,
+            index=tuple(self.index[n] for n in numbers),
+            sizes=tuple(self.sizes[n] for n in numbers),
+        )
+
+    def narrowed(self: _Files, columns: Sequence[str]) -> _Files:
+        """Return the same row groups with some of the columns."""
+        return replace(self, columns=tuple(columns))
+
+    def read_all(self) -> pa.Table:
+        """Return the columns of all row groups.
+
+        Raises:
+            DataError: if a file is truncated or was changed, or if files differ in their types.
+        """
+        tables = [self.read(number) for number in range(len(self.index))]
+        with arrow_errors(self.source, "files differ in their columns"):
+            return pa.concat_tables(tables)
+
+    @property
+    def source(self) -> str:
+        """The files, for messages."""
+        others = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        return self.files[0].name + others
+
+
+@contextmanager
+def arrow_errors(name: str, problem: str) -> Iterator[None]:
+    """Turn an error of a file system or of Arrow into a DataError, "NAME: PROBLEM: …"."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(name, f"{problem}: {str(error).splitlines()[0]}") from error
 
 
 class GroupCache(Generic[_T]):

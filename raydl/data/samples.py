@@ -111,6 +111,21 @@ class SkipsUnreadable(Protocol):
         ...
 
 
+@runtime_checkable
+class Sharded(Protocol):
+    """A stream of samples, of which each worker reads a shard."""
+
+    def take_shard(self, index: int, num_shards: int, *, start: int) -> None:
+        """Read another shard from now on; do nothing if it is the present one.
+
+        Args:
+            index: number of the shard, 0..num_shards-1.
+            num_shards: shards into which the stream is split.
+            start: number of this start of the stream, for streams with an order per epoch.
+        """
+        ...
+
+
 class Prepare(Protocol):
     """Turns samples as they are stored into the input of a model."""
 

@@ -48,6 +48,7 @@ from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.data.generators import callers_generators_kept
+from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
@@ -225,7 +226,8 @@ class Trainer:
             token of a text, depending on the data; with ``loss`` a function that builds a model.
         data: a source that ``raydl.data.load`` accepts, a loaded dataset, a map-style
             ``torch.utils.data.Dataset`` or a ``DataLoader`` of one, a ``ray.data.Dataset``, or two
-            of one of the last three as ``{"train": ..., "test": ...}``.
+            of one of the last three as ``{"train": ..., "test": ...}``; ``train`` may be an
+            ``IterableDataset`` or a ``DataLoader`` of one.
         method: the name of a method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.
         optimizer: the local step: settings, a name in torch.optim, or a function of parameters.
@@ -318,6 +320,8 @@ class Trainer:
                 folder.storage, lambda: Start.from_folder(folder, config, flat, order=order)
             )
             start.sentences.extend(_notes_on(preflight, method))
+            if isinstance(dataset.train, IterableStyle):
+                start.sentences.append(dataset.train.note)
             start.sentences.extend(
                 notes_on_period(config, period=method.period, num_samples=order.num_samples)
             )
@@ -341,21 +345,25 @@ class Trainer:
         return result
 
     def _load_data(self) -> Dataset:
+        parts = list(self.data.values()) if isinstance(self.data, Mapping) else [self.data]
+        if any(map(is_iterable, parts)):
+            return from_iterable(self.data, self.config)
+        if self.config.input.samples_per_epoch is not None:
+            raise ConfigError("input.samples_per_epoch", "is for iterable data sets; unset it")
         if isinstance(self.data, Dataset):
             return self.data
         seed = self.config.training.seed
         if isinstance(self.data, str):
             return load(self.data, seed=seed, input=self.config.input)
-        parts = list(self.data.values()) if isinstance(self.data, Mapping) else [self.data]
         if all(map(is_map_style, parts)):
             return from_map_style(self.data, seed=seed, input=self.config.input)
         for part in parts:
             if not hasattr(part, "materialize"):
                 raise DataError(
                     "data",
-                    f"must be a path or URI, a result of raydl.data.load, a map-style torch "
-                    f"Dataset, a DataLoader of one, a ray.data.Dataset, or two of a kind named "
-                    f"train and test; got a {type(part).__name__}",
+                    f"must be a path or URI, a result of raydl.data.load, a torch Dataset, a "
+                    f"DataLoader of one, a ray.data.Dataset, or two of a kind named train and "
+                    f"test; got a {type(part).__name__}",
                 )
         from raydl.ray_backend.ray_data import from_ray  # imports Ray
 
@@ -492,7 +500,8 @@ def _name_of_data(data: Any) -> str:
     if isinstance(data, (str, Dataset)):
         return data if isinstance(data, str) else data.source
     part = next(iter(data.values()), None) if isinstance(data, Mapping) else data
-    return class_name_of(part) if is_map_style(part) else "ray.data.Dataset"
+    is_torch = is_map_style(part) or is_iterable(part)
+    return class_name_of(part) if is_torch else "ray.data.Dataset"
 
 
 def _name_of(kind: type) -> str:

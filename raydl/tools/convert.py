@@ -23,10 +23,11 @@ from raydl.config.checks import require
 from raydl.data import files
 from raydl.data.atomic_folder import whole_folder, wording
 from raydl.data.binary import npz_parts
-from raydl.data.datasets import Layout, find_layout, load_pictures
+from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, load_pictures, open_parts
 from raydl.data.files import Place
 from raydl.data.images import ImageSet, checked_pair, labelled_files
-from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
+from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures
+from raydl.data.row_groups import FileGroups
 from raydl.errors import DataError
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -105,10 +106,10 @@ class EncodedPictures:
 
 
 @dataclass(frozen=True)
-class ParquetPart:
-    """Rows of Parquet files that are copied; columns of pictures get the names of the hub."""
+class CopiedPart:
+    """Rows of files that are copied; columns of pictures get the names of the hub."""
 
-    groups: ParquetGroups
+    groups: FileGroups
 
     @property
     def num_rows(self) -> int:
@@ -129,12 +130,11 @@ class ParquetPart:
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
         """Yield the rows in order, at most ``num_rows`` per table."""
-        for file in self.groups.files:
+        for name, tables in _tables_of(self.groups, num_rows):
             start = 0
-            for batch in batches_of(file, self.groups.columns, num_rows=num_rows):
-                table = pa.Table.from_batches([batch])
-                yield self._cast(table, file.name, start)
-                start += len(batch)
+            for table in tables:
+                yield self._cast(table, name, start)
+                start += len(table)
 
     def _cast(self, table: pa.Table, source: str, start: int) -> pa.Table:
         if self.pictures:
@@ -146,6 +146,18 @@ class ParquetPart:
             reason = str(error).splitlines()[0]
             first = self.groups.files[0].name
             raise DataError(source, f"does not have the columns of {first}: {reason}") from error
+
+
+def _tables_of(groups: FileGroups, num_rows: int) -> Iterator[tuple[str, Iterator[pa.Table]]]:
+    """Yield the rows in order: (name for messages, tables of at most ``num_rows``)."""
+    if isinstance(groups, ParquetGroups):
+        for file in groups.files:
+            batches = batches_of(file, groups.columns, num_rows=num_rows)
+            yield file.name, (pa.Table.from_batches([batch]) for batch in batches)
+        return
+    for number, size in enumerate(groups.sizes):
+        table = groups.read(number)
+        yield groups.name(number), (table.slice(i, num_rows) for i in range(0, size, num_rows))
 
 
 def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.RecordBatch]:
@@ -224,9 +236,8 @@ def read_parts(source: str, *, seed: int) -> dict[str, Part]:
     """
     layout = find_layout(source)
     parts: Sequence[Part]
-    if layout.kind == "parquet":
-        file_lists = [files for files in (layout.train, layout.test) if files]
-        parts = [ParquetPart(open_groups(files, of_one_type=False)) for files in file_lists]
+    if layout.kind in WITH_GROUPS:
+        parts = [CopiedPart(groups) for groups in open_parts(layout, of_one_type=False)]
     elif layout.kind == "folders":
         parts = _of_folders(layout)
     elif layout.kind == "text":
@@ -289,7 +300,7 @@ class ConvertConfig:
     rows_per_file: int = 50_000
     """Rows of a file; the last file may have fewer."""
     shuffle: bool = False
-    """Write pictures in random order; not possible for Parquet, which is copied."""
+    """Write pictures in random order; not possible for Parquet and saved sets, which are copied."""
     seed: int = 0
     """Seed of the random order and of synthetic data."""
 
@@ -348,7 +359,10 @@ def _shuffled(parts: dict[str, Part], source: str, seed: int) -> dict[str, Part]
     random, shuffled = np.random.default_rng(seed), dict[str, Part]()
     for name, part in parts.items():
         if not isinstance(part, EncodedPictures):
-            raise DataError(source, "is Parquet, which is copied in its own order; omit --shuffle")
+            raise DataError(
+                source,
+                "is Parquet or saved by datasets, which is copied in its own order; omit --shuffle",
+            )
         shuffled[name] = part.shuffled(random)
     return shuffled
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raydl.config import InputConfig
-from raydl.data.datasets import Layout, find_layout
-from raydl.data.files import Place
+from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, open_parts
 from raydl.data.images import ImageSet, decode_one, labelled_files, mode_of
-from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
+from raydl.data.parquet import class_names_of, has_pictures
+from raydl.data.row_groups import FileGroups
 from raydl.data.table import arrays_of, row_bytes
 from raydl.data.text import TokenSet, load_text
 from raydl.errors import DataError
-from raydl.tools.convert import batches_of, image_sets
+from raydl.tools.convert import image_sets
 
 _LARGE_GROUP_BYTES = 64 << 20
 """Larger row groups cause a warning: a worker holds several row groups in memory."""
@@ -35,15 +34,15 @@ class PartInfo:
     files: tuple[str, ...] = ()
     """Paths of the files; empty for class folders, which have too many."""
     group_rows: tuple[int, ...] = ()
-    """Rows of each Parquet row group."""
+    """Rows of each row group of Parquet, or record batch of a saved set."""
     group_bytes: tuple[int, ...] = ()
-    """Bytes of each Parquet row group, with pictures encoded and columns uncompressed."""
+    """Bytes of each of them, with pictures encoded and columns uncompressed."""
     class_counts: tuple[int, ...] = ()
     """Rows of each class."""
     num_unlabelled: int = 0
     """Rows whose label is missing or belongs to no class."""
     classes_per_group: float | None = None
-    """Mean number of different labels in a row group of pictures; None if not Parquet."""
+    """Mean number of different labels in a row group of pictures; None without row groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class SourceInfo:
 
     source: str
     kind: str
-    """parquet, folders, idx, cifar, npz, text or synthetic."""
+    """parquet, saved, folders, idx, cifar, npz, text or synthetic."""
     holds: str
     """pictures, table or text."""
     parts: tuple[PartInfo, ...]
@@ -99,8 +98,8 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
         return _of_text(layout, source)
     if layout.kind == "folders":
         info = _of_folders(layout, source)
-    elif layout.kind == "parquet":
-        info = _of_parquet(layout, source, config)
+    elif layout.kind in WITH_GROUPS:
+        info = _of_groups(layout, source, config)
     else:
         info = _of_sets(layout, source)
     return replace(info, warnings=_warnings(info, config))
@@ -179,16 +178,15 @@ def _of_pictures(
     )
 
 
-def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
-    files = [part for part in (layout.train, layout.test) if part]
-    groups = [open_groups(part, columns=config.columns_named) for part in files]
+def _of_groups(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
+    groups = open_parts(layout, columns=config.columns_named)
     parts = [_part_of(name, g) for name, g in zip(("train", "test"), groups, strict=False)]
     num_train = parts[0].num_rows
     if not has_pictures(groups[0].columns):
         bytes_per_row = row_bytes(groups[0].read_first())
         return SourceInfo(
             source=source,
-            kind="parquet",
+            kind=layout.kind,
             holds="table",
             parts=tuple(parts),
             has_test=len(groups) > 1,
@@ -204,48 +202,27 @@ def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
     ]
     shape = _picture_shape(_first_picture(groups[0]), source=groups[0].name(0))
     is_streamed = config.streams(lambda: num_train * int(np.prod(shape)))
-    return _of_pictures("parquet", source, parts, class_names, shape, is_streamed=is_streamed)
+    return _of_pictures(layout.kind, source, parts, class_names, shape, is_streamed=is_streamed)
 
 
-def _part_of(name: str, groups: ParquetGroups) -> PartInfo:
-    sizes = [size for file in groups.files for size in _group_bytes(file, groups.columns)]
+def _part_of(name: str, groups: FileGroups) -> PartInfo:
     return PartInfo(
         name=name,
         num_rows=sum(groups.sizes),
         files=tuple(file.name for file in groups.files),
         group_rows=groups.sizes,
-        group_bytes=tuple(sizes),
+        group_bytes=tuple(groups.group_bytes()),
     )
 
 
-def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:
-    """Return the bytes of some columns in each non-empty row group, from the footer."""
-    try:
-        with file.filesystem.open_input_file(file.path) as stream:
-            footer = pq.ParquetFile(stream).metadata
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(file.name, f"cannot be read: {reason}") from error
-    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    return [
-        sum(
-            group.column(i).total_uncompressed_size
-            for i in range(group.num_columns)
-            if group.column(i).path_in_schema.split(".")[0] in columns
-        )
-        for group in groups
-        if group.num_rows
-    ]
-
-
-def _labels(groups: ParquetGroups) -> list[np.ndarray]:
+def _labels(groups: FileGroups) -> list[np.ndarray]:
     """Return the labels of each row group, -1 for null, without reading other columns."""
-    labels_only = replace(groups, columns=groups.columns[1:])
+    labels_only = groups.narrowed(groups.columns[1:])
     columns = (labels_only.read(number)[0] for number in range(len(groups.sizes)))
     return [column.cast(pa.int64()).fill_null(-1).to_numpy() for column in columns]
 
 
-def _class_names(groups: Sequence[ParquetGroups], labels: Sequence[list[np.ndarray]]) -> list[str]:
+def _class_names(groups: Sequence[FileGroups], labels: Sequence[list[np.ndarray]]) -> list[str]:
     """Return the class names in the files, or 0, 1, ... up to the largest label."""
     names = max((class_names_of(part.schema) or [] for part in groups), key=len)
     largest = max(int(array.max()) for part in labels for array in part)
@@ -269,13 +246,13 @@ def _counts(labels: np.ndarray, num_classes: int) -> tuple[int, ...]:
     return tuple(np.bincount(labels, minlength=num_classes).tolist())
 
 
-def _first_picture(groups: ParquetGroups) -> bytes:
+def _first_picture(groups: FileGroups) -> bytes:
     """Return the first picture, encoded, without reading a whole row group."""
-    file, image = groups.files[groups.index[0][0]], groups.columns[0]
-    batch = next(batches_of(file, [image], num_rows=1))
-    value = batch.column(0)[0].as_py()
+    image = groups.columns[0]
+    value = groups.narrowed([image]).read_first()[0][0].as_py()
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes):
+        file = groups.files[groups.index[0][0]]
         raise DataError(file.name, f"column {image!r} must hold encoded pictures; row 0 has none")
     return data
 
@@ -286,9 +263,8 @@ def _picture_shape(data: bytes, *, source: str) -> tuple[int, ...]:
     return decode_one(data, 0, mode=mode, source=source).shape
 
 
-def _columns(groups: ParquetGroups) -> tuple[ColumnInfo, ...]:
-    file = groups.files[groups.index[0][0]]
-    row = pa.Table.from_batches([next(batches_of(file, groups.columns, num_rows=1))])
+def _columns(groups: FileGroups) -> tuple[ColumnInfo, ...]:
+    row = groups.read_first()
     return tuple(
         ColumnInfo(name=name, type=str(row[name].type), shape=_shape(row.select([name])))
         for name in row.column_names
@@ -326,10 +302,10 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
             f"{', '.join(unread)}: a run cannot read columns that are not numeric; name the "
             f"other columns with --input.columns"
         )
-    if info.kind != "parquet" and info.decoded_bytes > config.max_memory_bytes:
+    if info.kind not in WITH_GROUPS and info.decoded_bytes > config.max_memory_bytes:
         warnings.append(
             f"takes {bytes_text(info.decoded_bytes)} decoded, more than input.max_memory_bytes, "
-            f"and only Parquet can be streamed; convert it with {_CONVERT}"
+            f"and only Parquet and saved datasets can be streamed; convert it with {_CONVERT}"
         )
     return tuple(warnings)
 

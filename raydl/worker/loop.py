@@ -204,6 +204,9 @@ class Worker:
         round = self.runner.open_round()
         steps = round.steps()
         if steps:
+            # A number that grows with epochs and changes, and is the same for all members.
+            start = steps[0][0] + self.runner.generation - 1
+            self._feed.take_shard(self.runner.entered().place, start=start)
             self._feed.prefetch(steps, round.ahead)
         for epoch, positions in steps:
             self._call_before_step()

@@ -266,7 +266,7 @@ def test_a_named_model_trains_on_the_classes_of_a_set(tmp_path):
 
 
 def test_something_else_is_refused_with_what_is_possible(tmp_path):
-    with pytest.raises(DataError, match="a map-style torch Dataset, a DataLoader of one") as error:
+    with pytest.raises(DataError, match="a torch Dataset, a DataLoader of one") as error:
         trainer_of(5, tmp_path).fit()
     assert "got a int" in str(error.value)
 

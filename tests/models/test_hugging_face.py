@@ -90,6 +90,16 @@ def test_a_language_model_predicts_its_own_tokens(folders):
 
 
 @pytest.mark.processes
+def test_a_column_label_counts_as_labels(folders):
+    task = HuggingFace(f"hf:{folders}/bert")
+    model = task.build_model(None).eval()
+    tokens, label = torch.randint(0, 32, (4, 8)), torch.tensor([0, 1, 1, 0])
+    scores = task.metrics(model, {"input_ids": tokens, "label": label})
+    assert scores == task.metrics(model, {"input_ids": tokens, "labels": label})
+    assert scores.keys() == {"loss", "accuracy"}
+
+
+@pytest.mark.processes
 def test_where_the_folder_is_not_the_model_has_its_form(folders, tmp_path):
     shutil.copytree(folders / "bert", tmp_path / "bert")
     task = HuggingFace(f"hf:{tmp_path}/bert")

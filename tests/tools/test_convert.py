@@ -486,8 +486,8 @@ def test_info_warns_of_labels_without_a_class_and_of_large_sets_that_can_not_be_
     assert found.warnings[0].startswith(sentence)
     (warning,) = inspect("synthetic:64", input=InputConfig(max_memory_bytes=999)).warnings
     assert warning == (
-        "takes 61.2 KiB decoded, more than input.max_memory_bytes, and only Parquet can be "
-        "streamed; convert it with raydl data convert SRC DST"
+        "takes 61.2 KiB decoded, more than input.max_memory_bytes, and only Parquet and saved "
+        "datasets can be streamed; convert it with raydl data convert SRC DST"
     )
 
 

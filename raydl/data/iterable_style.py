@@ -1,0 +1,456 @@
+"""An iterable-style data set as the training set of a run: a stream without numbers.
+
+The ledger counts the positions of an epoch, as many as ``input.samples_per_epoch``, each once. It
+cannot know which sample is at a position: a worker draws the next samples of its shard, and starts
+the shard again at its end. When workers come or go, the stream is split anew, and each shard starts
+at its beginning. So samples of the stream are trained at least once, not exactly once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another type in Python 3.10
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data as torch_data
+from torch.utils.data._utils import worker as torch_worker
+
+from raydl.config import TrainConfig
+from raydl.data.map_style import (
+    Collate,
+    check_parts,
+    checked_batch,
+    class_name_of,
+    dataset_of,
+    end_with_the_parent,
+    open_part,
+    pickled,
+    shape_of_batch,
+)
+from raydl.data.order import InStream
+from raydl.data.samples import Batch, Dataset, part_of
+from raydl.errors import ConfigError, DataError
+
+_FIRST_S = 600.0
+"""Longest wait of the driver for samples, in seconds; a stream may have to fill a buffer first."""
+_PER_MESSAGE = 16
+"""Samples that a loading process sends at once."""
+_END = object()
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One part of a stream that is split evenly."""
+
+    index: int
+    num_shards: int
+
+    def part(self, index: int, num_parts: int) -> _Shard:
+        """Return a part of this shard."""
+        return _Shard(self.index * num_parts + index, self.num_shards * num_parts)
+
+
+class _Failed:
+    """Stands for the rest of a stream that raised an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.error: Exception | None = error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which may not know the type of the error."""
+        is_known = type(self.error).__module__ == "builtins"
+        return {"problem": self.problem, "error": self.error if is_known else None}
+
+
+class IterableStyle:
+    """Samples of an iterable-style data set.
+
+    Args:
+        dataset: the data set.
+        num_samples: samples of an epoch.
+        collate: makes a batch from a list of samples.
+        num_workers: processes that read samples; 0: the worker reads them in a thread.
+
+    Raises:
+        DataError: if there is no first sample, or its batch has no tensors.
+    """
+
+    is_streamed = True
+
+    def __init__(
+        self, dataset: Any, *, num_samples: int, collate: Collate, num_workers: int
+    ) -> None:
+        self._dataset, self._collate = dataset, collate
+        self.num_samples = num_samples
+        """Samples of an epoch."""
+        # The driver reads few samples, itself. The set of a worker was unpickled.
+        self._wanted_workers, self._num_workers = num_workers, 0
+        self.source = class_name_of(dataset)
+        """Name of the class of the data set, for messages."""
+        self._wanted: tuple[_Shard, int] | None = None
+        """The shard of this worker and the number of its start; None in the driver."""
+        self._close()
+        self._first = self._batch_of(self._draw(1))
+        self.shape = shape_of_batch(self._first, dataset)
+        """The shape of the first sample, to build a model for."""
+
+    def _close(self) -> None:
+        self._lock = threading.Lock()
+        self._samples: Iterator[Any] | None = None
+        self._loader: Any = None
+        self._shard: _Shard | None = None
+        self._num_starts = 0
+        self._num_drawn = 0
+
+    @property
+    def note(self) -> str:
+        """What a run promises about these samples."""
+        return (
+            f"{self.source} is iterable: an epoch is {self.num_samples:,} of its samples; when "
+            f"workers come or go and after a resume, each worker starts a new shard at its "
+            f"beginning, so samples may be trained again before others"
+        )
+
+    def order(self, seed: int) -> InStream:
+        """Return positions without rows."""
+        return InStream(self.num_samples)
+
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Do nothing: the loader fetches the next batches ahead."""
+
+    def take_shard(self, index: int, num_shards: int, *, start: int) -> None:
+        """Read another shard from the next fetch on; do nothing if it is the present one.
+
+        Args:
+            index: number of the shard, 0..num_shards-1.
+            num_shards: shards into which the stream is split.
+            start: number of this start of the stream, passed to ``set_epoch`` if the data set has
+                it.
+        """
+        shard = _Shard(index, num_shards)
+        if self._wanted is None or self._wanted[0] != shard:
+            # Without the lock: a fetch may hold it for long.
+            self._wanted = shard, start
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return a batch of the next samples of the shard, as many as there are rows.
+
+        Raises:
+            DataError: if the stream is empty or fails.
+        """
+        if not len(rows):
+            return part_of(self._first, 0, 0)
+        return self._batch_of(self._draw(len(rows)))
+
+    def _batch_of(self, samples: list[Any]) -> Batch:
+        return checked_batch(self._collate(samples), len(samples), source=self.source)
+
+    def _draw(self, count: int) -> list[Any]:
+        """Return the next samples; in the driver, which nobody watches, within a time limit."""
+        if self._wanted is None:
+            return _within(_FIRST_S, lambda: self._draw_now(count), source=self.source)
+        return self._draw_now(count)
+
+    def _draw_now(self, count: int) -> list[Any]:
+        with self._lock:
+            if self._wanted is not None and self._shard != self._wanted[0]:
+                self._shard, self._num_starts = self._wanted
+                self._samples, self._loader, self._num_drawn = None, None, 0
+            return [self._next() for _ in range(count)]
+
+    def _next(self) -> Any:
+        """Return the next sample; at the end of the shard start it again."""
+        sample = _END if self._samples is None else next(self._samples, _END)
+        if sample is _END:
+            sample = next(self._start(), _END)
+        if sample is _END:
+            raise DataError(self.source, self._why_empty())
+        if isinstance(sample, _Failed):
+            self._samples = self._loader = None
+            problem = f"failed after {self._num_drawn:,} samples: {sample.problem}"
+            raise DataError(self.source, problem) from sample.error
+        self._num_drawn += 1
+        return sample
+
+    def _start(self) -> Iterator[Any]:
+        shard, start = self._shard or _Shard(0, 1), self._num_starts
+        self._num_starts += 1
+        if not self._num_workers:
+            self._samples = _read(self._dataset, shard, start)
+            return self._samples
+        if self._loader is None:
+            self._loader = _loader_of(self._dataset, shard, start, self._num_workers)
+        self._samples = _read_messages(self._loader)
+        return self._samples
+
+    def _why_empty(self) -> str:
+        if self._num_drawn:
+            return (
+                f"gave no sample when it was started again after {self._num_drawn:,}; each call of "
+                f"__iter__ must begin anew"
+            )
+        if self._shard is None or self._shard.num_shards == 1:
+            return "ended without a sample"
+        index, num_shards = self._shard.index, self._shard.num_shards
+        return f"has no sample in shard {index} of {num_shards}; it needs a sample for each worker"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a worker's set, which starts the stream itself."""
+        left_out = ("_lock", "_samples", "_loader", "_shard", "_num_starts", "_num_drawn")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "_num_workers": self._wanted_workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._close()
+
+
+def _within(limit_s: float, act: Callable[[], list[Any]], *, source: str) -> list[Any]:
+    """Return the result of a function, in a thread that is abandoned after a time limit."""
+    future: Future[list[Any]] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="first samples", daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except FutureTimeoutError:
+        raise DataError(source, f"gave no sample within {limit_s:.0f} s") from None
+
+
+def _read(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
+    """Yield the samples of a shard, and a stand-in for the rest if the stream fails."""
+    try:
+        yield from _samples_of(dataset, shard, start)
+    except Exception as error:  # of the user's code, of a file or of a network
+        yield _Failed(error)
+
+
+def _samples_of(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
+    """Yield the samples of a shard."""
+    if _is_hugging_face(dataset):
+        from datasets.distributed import split_dataset_by_node
+
+        dataset = split_dataset_by_node(dataset, rank=shard.index, world_size=shard.num_shards)
+        shard = _Shard(0, 1)
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(start)
+    if shard.num_shards == 1:
+        yield from dataset
+        return
+    info = _ShardInfo(dataset, shard)
+    with _shown(info):
+        samples = iter(dataset)
+    for number in itertools.count():
+        with _shown(info):
+            sample = next(samples, _END)
+        if sample is _END:
+            return
+        if info.is_read or number % shard.num_shards == shard.index:
+            yield sample
+
+
+class _ShardInfo:
+    """What ``torch.utils.data.get_worker_info()`` returns to a stream that is split among workers.
+
+    It notes whether the stream reads it, and so splits itself. Of any other stream, each worker
+    reads all samples and keeps its part.
+    """
+
+    def __init__(self, dataset: Any, shard: _Shard) -> None:
+        self.dataset, self.seed = dataset, torch.initial_seed()
+        self._shard = shard
+        self.is_read = False
+
+    @property
+    def id(self) -> int:
+        """Number of the shard."""
+        self.is_read = True
+        return self._shard.index
+
+    @property
+    def num_workers(self) -> int:
+        """Number of shards."""
+        self.is_read = True
+        return self._shard.num_shards
+
+
+@contextmanager
+def _shown(info: _ShardInfo) -> Iterator[None]:
+    """Let torch's ``get_worker_info`` return this information."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info  # type: ignore[assignment]  # torch has no other way
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+def _loader_of(dataset: Any, shard: _Shard, start: int, num_workers: int) -> Any:
+    """Return a loader with processes that send pickled samples, and start the shard again."""
+    return torch_data.DataLoader(
+        _InProcess(dataset, shard, start),
+        batch_size=_PER_MESSAGE,
+        collate_fn=pickle.dumps,  # as they are, each tensor would take a file descriptor
+        num_workers=num_workers,
+        persistent_workers=True,
+        multiprocessing_context="spawn",  # not by fork: this process has threads
+    )
+
+
+def _read_messages(loader: Any) -> Iterator[Any]:
+    """Yield the samples that loading processes send, as ``_read`` does."""
+    try:
+        for message in loader:
+            yield from pickle.loads(message)
+    except Exception as error:  # a process was killed, or a sample cannot be pickled
+        yield _Failed(error)
+
+
+class _InProcess(torch_data.IterableDataset[Any]):
+    """A shard as torch's loading processes read it, each a part.
+
+    Args:
+        dataset: the data set.
+        shard: the shard of the worker.
+        start: number of the first start of the stream.
+    """
+
+    def __init__(self, dataset: Any, shard: _Shard, start: int) -> None:
+        self._dataset, self._shard, self._start = dataset, shard, start
+        self._is_watched = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples of this process once more."""
+        if not self._is_watched:
+            # A process that waits for a sample would not notice that its parent was killed.
+            threading.Thread(target=end_with_the_parent, daemon=True).start()
+            self._is_watched = True
+        info, shard = torch_data.get_worker_info(), self._shard
+        assert info is not None, "it is no loading process"
+        if not _is_hugging_face(self._dataset):  # which splits its shard by torch's information
+            shard = shard.part(info.id, info.num_workers)
+        start, self._start = self._start, self._start + 1
+        yield from _read(self._dataset, shard, start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dataset": pickled(self._dataset)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_dataset": pickle.loads(state["_dataset"])})
+
+
+def _is_hugging_face(dataset: Any) -> bool:
+    """Whether this is a ``datasets.IterableDataset``, without importing the library."""
+    kind = getattr(sys.modules.get("datasets"), "IterableDataset", ())
+    return isinstance(dataset, kind)
+
+
+def is_iterable(data: Any) -> bool:
+    """Whether something is an iterable-style data set, or a loader of one."""
+    data = dataset_of(data)
+    return isinstance(data, torch_data.IterableDataset) or _is_hugging_face(data)
+
+
+def from_iterable(data: Any, config: TrainConfig) -> Dataset:
+    """Return a dataset of raydl that trains on a stream.
+
+    Args:
+        data: ``{"train": ..., "test": ...}``, an iterable-style data set or a ``DataLoader`` of
+            one, and a map-style one.
+        config: settings of the run.
+
+    Raises:
+        ConfigError: if the settings give no number of samples, or promise what a stream cannot.
+        DataError: if a part is missing, is empty or cannot be read, or the parts differ in shape.
+    """
+    if not isinstance(data, Mapping):
+        raise DataError(
+            class_name_of(data),
+            "is iterable, so no test set can be split off; pass {'train': ..., 'test': ...}",
+        )
+    check_parts(data)
+    if is_iterable(data["test"]):
+        raise DataError(
+            class_name_of(data["test"]),
+            "is iterable, but a test set must have a length; pass some of its samples as a list: "
+            "list(itertools.islice(dataset, 1000))",
+        )
+    _check_settings(data["train"], config)
+    train, test = _open(data["train"], config), open_part(data["test"], None, config.input)
+    ours, others = train.shape, test.shape
+    if ours.columns.keys() != others.columns.keys() or len(ours.input_shape) != len(
+        others.input_shape
+    ):
+        raise DataError(train.source, f"trains on {ours} but tests on {others}")
+    return Dataset(train, test, train.source)
+
+
+def _check_settings(data: Any, config: TrainConfig) -> None:
+    """Raise a ConfigError if a setting promises what a stream cannot."""
+    name = class_name_of(data)
+    if config.training.deterministic:
+        raise ConfigError(
+            "training.deterministic",
+            f"is not possible with {name}, which is iterable: which worker trains which sample "
+            f"depends on the workers",
+        )
+    if config.input.on_bad_sample == "skip":
+        raise ConfigError(
+            "input.on_bad_sample",
+            f"must be stop with {name}, which is iterable: after an error a stream cannot go on; "
+            f"skip bad samples in its __iter__",
+        )
+
+
+def _open(data: Any, config: TrainConfig) -> IterableStyle:
+    collate: Collate = torch_data.default_collate
+    num_workers = 0
+    if isinstance(data, torch_data.DataLoader):
+        if data.batch_size is None:
+            raise DataError(
+                class_name_of(data),
+                "must give single samples and its DataLoader a batch_size: raydl makes the batches",
+            )
+        collate, num_workers = data.collate_fn, data.num_workers
+    dataset = dataset_of(data)
+    if collate is torch_data.default_collate and _lacks_format(dataset):
+        dataset = dataset.with_format("torch")  # its samples are lists otherwise
+    return IterableStyle(
+        dataset,
+        num_samples=_size_of(dataset, config.input.samples_per_epoch),
+        collate=collate,
+        num_workers=num_workers,
+    )
+
+
+def _lacks_format(dataset: Any) -> bool:
+    return _is_hugging_face(dataset) and getattr(dataset, "_formatting", None) is None
+
+
+def _size_of(dataset: Any, wanted: int | None) -> int:
+    """Return the samples of an epoch: as set, or the length of the stream."""
+    if wanted is not None:
+        return wanted
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            "input.samples_per_epoch",
+            f"must be set for {class_name_of(dataset)}, which is iterable and has no length",
+        )
+    if not len(dataset):
+        raise DataError(class_name_of(dataset), "holds no samples")
+    return len(dataset)
