@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -101,8 +102,12 @@ class Report:
 
     @classmethod
     def of_command(cls, name: str, options: argparse.Namespace) -> Report:
-        """Return an empty report of the benchmark that this process runs."""
+        """Return an empty report of the benchmark that this process runs.
+
+        Its command has no folder of the results, which is a path of this machine.
+        """
         words = " ".join(sys.argv[1:])
+        words = re.sub(r" *--out[ =]\S+", "", words).strip()
         return cls(name, f"python -m benchmarks.{name} {words}".rstrip(), options.quick)
 
     def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

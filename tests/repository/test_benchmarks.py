@@ -1,3 +1,4 @@
+import argparse
 import copy
 import json
 import math
@@ -130,10 +131,28 @@ def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_pa
     assert all(f"(benchmarks/{name}.svg)" in text for name in ("exchange", "ladder"))
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("--out /a/b --quick", "python -m benchmarks.bench --quick"),
+        ("--repeats 2 --out=results", "python -m benchmarks.bench --repeats 2"),
+        ("--out results", "python -m benchmarks.bench"),
+    ],
+)
+def test_the_command_of_a_report_has_no_path_of_the_machine(words, command, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench", *words.split()])
+    assert Report.of_command("bench", argparse.Namespace(quick=False)).command == command
+
+
 def test_a_report_names_the_commit_that_was_measured(tmp_path, monkeypatch):
     assert re.fullmatch(r"commit [0-9a-f]{9}( with changes)?|raydl [0-9.]+", version())
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine without git
     assert version() == f"raydl {metadata.version('elastic-raydl')}"
+
+
+def test_the_page_in_the_docs_is_made_from_the_results_under_version_control(root):
+    results = page.read_results(root / "benchmarks/results")
+    assert (root / "docs/benchmarks.md").read_text() == page.page_of(results, "benchmarks")
 
 
 def test_a_page_without_results_is_refused_in_one_sentence(tmp_path):
