@@ -7,37 +7,17 @@ import numpy as np
 import pytest
 import torch
 from ensembles import SHAPE, Ensemble, linear, tiny_images
+from interruptions import assert_same_bits_after_an_interruption, through_a_checkpoint
 from replicas import PLAIN, batches, deep, flattened, replica_of, settings
 from torch.nn import functional
 
-from raydl.checkpoint.store import Checkpoint, CheckpointStore
 from raydl.collective.sync_exchange import GradientGroup
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
 from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
 from raydl.core.optimizers import make_optimizer
-from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.rules import MeanGradient, Tally
-from raydl.storage import Storage
 from raydl.worker.in_process import LocalGroup
-
-
-def through_a_checkpoint(folder, ensemble, round):
-    """Return the states of the workers and of the center's optimizer, written and read again."""
-    store = CheckpointStore(Storage(str(folder)))
-    workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
-    state = {"optimizer": ensemble.newest.optimizer}
-    store.write(
-        Checkpoint(
-            progress=Progress(round=round, generation=1),
-            seconds=0.0,
-            center={"weights": torch.tensor(ensemble.newest.weights)},
-            state=state,
-            workers=workers,
-        )
-    )
-    checkpoint, _ = store.read()
-    return dataclasses.replace(ensemble.newest, **checkpoint.state), checkpoint.workers
 
 
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad", "rprop"])
@@ -49,21 +29,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, name, method, exch
     config = settings(
         method, name=name, lr=0.01, exchange=ExchangeConfig(timeout_s=20.0, **exchange)
     )
-    images = tiny_images(31)
-    whole = Ensemble(config, num_workers=2, images=images, model=deep).join()
-    whole.run()
-
-    first = Ensemble(config, num_workers=2, images=images, model=deep).join()
-    first.run(2)
-    for worker in first.workers:
-        worker.vote(1, stop=1.0)
-    assert set(first.run()) == {Outcome.STOPPED}
-    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.progress.round)
-    again = Ensemble(config, num_workers=2, images=images, model=deep).join(snapshot, states)
-    again.run()
-    assert np.array_equal(again.newest.weights, whole.newest.weights)
-    for one, other in zip(again.workers, whole.workers, strict=True):
-        assert torch.equal(one.replica.flat.weights, other.replica.flat.weights)
+    assert_same_bits_after_an_interruption(config, tmp_path)
 
 
 def test_decay_only_matrices_survives_a_checkpoint(tmp_path):

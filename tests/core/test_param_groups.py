@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from ensembles import SHAPE, Ensemble, linear, tiny_images
+from interruptions import assert_same_bits_after_an_interruption
 from replicas import PLAIN, batches, deep, replica_of, settings, steps_of_both
-from test_optimizer_state import through_a_checkpoint
 
 import raydl
 from raydl import cli
@@ -25,7 +25,6 @@ from raydl.config import (
 )
 from raydl.core.methods import METHODS, resolve
 from raydl.core.optimizers import OPTIMIZERS, check_for_model, lr_at
-from raydl.core.reports import Outcome
 from raydl.core.rules import MeanGradient
 from raydl.data import load
 from raydl.errors import ConfigError, UnknownNameError
@@ -191,20 +190,7 @@ def test_an_interrupted_run_with_groups_ends_with_the_same_bits(tmp_path, name, 
         method, name=name, lr=0.01, weight_decay=0.1, param_groups=(BIASES, HEAD),
         momentum=0.9 if name == "sgd" else None,
     )  # fmt: skip
-    images = tiny_images(31)
-    whole = Ensemble(config, num_workers=2, images=images, model=deep).join()
-    whole.run()
-    first = Ensemble(config, num_workers=2, images=images, model=deep).join()
-    first.run(2)
-    for worker in first.workers:
-        worker.vote(1, stop=1.0)
-    assert set(first.run()) == {Outcome.STOPPED}
-    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.progress.round)
-    again = Ensemble(config, num_workers=2, images=images, model=deep).join(snapshot, states)
-    again.run()
-    assert np.array_equal(again.newest.weights, whole.newest.weights)
-    for one, other in zip(again.workers, whole.workers, strict=True):
-        assert torch.equal(one.replica.flat.weights, other.replica.flat.weights)
+    assert_same_bits_after_an_interruption(config, tmp_path)
 
 
 def test_a_replica_takes_the_same_steps_from_a_saved_state():

@@ -1,0 +1,50 @@
+"""Runs in one process that stop, and go on from a checkpoint."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from ensembles import Ensemble, tiny_images
+from replicas import deep
+
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
+from raydl.core.progress import Progress
+from raydl.core.reports import Outcome
+from raydl.storage import Storage
+
+
+def through_a_checkpoint(folder, ensemble, round):
+    """Return the states of the workers and of the center's optimizer, written and read again."""
+    store = CheckpointStore(Storage(str(folder)))
+    workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
+    state = {"optimizer": ensemble.newest.optimizer}
+    store.write(
+        Checkpoint(
+            progress=Progress(round=round, generation=1),
+            seconds=0.0,
+            center={"weights": torch.tensor(ensemble.newest.weights)},
+            state=state,
+            workers=workers,
+        )
+    )
+    checkpoint, _ = store.read()
+    return dataclasses.replace(ensemble.newest, **checkpoint.state), checkpoint.workers
+
+
+def assert_same_bits_after_an_interruption(config, folder):
+    """Assert that a run of two workers, stopped and resumed, ends as one that was not."""
+    images = tiny_images(31)
+    whole = Ensemble(config, num_workers=2, images=images, model=deep).join()
+    whole.run()
+
+    first = Ensemble(config, num_workers=2, images=images, model=deep).join()
+    first.run(2)
+    for worker in first.workers:
+        worker.vote(1, stop=1.0)
+    assert set(first.run()) == {Outcome.STOPPED}
+    snapshot, states = through_a_checkpoint(folder, first, first.newest.progress.round)
+    again = Ensemble(config, num_workers=2, images=images, model=deep).join(snapshot, states)
+    again.run()
+    assert np.array_equal(again.newest.weights, whole.newest.weights)
+    for one, other in zip(again.workers, whole.workers, strict=True):
+        assert torch.equal(one.replica.flat.weights, other.replica.flat.weights)
