@@ -29,8 +29,8 @@ _INTRODUCTION = """# Benchmarks
 `BENCHMARKS="exchange recovery"` it runs these alone and keeps the other sections. Each figure is a
 median, with the least and the greatest value of the repeats, and is compared only with figures of
 the same run. The [measurements](measurements.md) say what the figures mean; the
-[journal](journal.md) says why targets were missed. Benchmarks without a section have not been run
-in full since their results are kept. Nothing was measured on a GPU.
+[journal](journal.md) says why targets were missed. The page lacks the benchmarks that have not been
+run in full since results are kept in the repository. Nothing was measured on a GPU.
 """
 
 
