@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import tyro
 
 from raydl.cli.options import parse_train, print_table
+from raydl.config.run import RUNS
 from raydl.errors import STOPPED
 
 _Own = TypeVar("_Own")
@@ -30,7 +31,7 @@ def weak_scaling(arguments: Sequence[str]) -> int:
     from raydl.tools.weak_scaling import WeakScaling, measure
 
     settings = parse_own(WeakScaling, arguments, prog="raydl weak-scaling")
-    out = Path(settings.out or time.strftime("runs/weak-scaling-%Y%m%d-%H%M%S"))
+    out = Path(settings.out or time.strftime(f"{RUNS}/weak-scaling-%Y%m%d-%H%M%S"))
     rows: list[dict[str, Any]] = []
 
     def report(row: dict[str, Any]) -> None:

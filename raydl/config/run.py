@@ -67,6 +67,18 @@ class RunConfig:
         if self.resume and self.folder is None:
             raise ConfigError("run.resume", "needs run.name or run.run_dir, the run to resume")
 
+    def refuse_folder(self, where: str) -> None:
+        """Raise a ConfigError if a run that another command places has a place or resumes.
+
+        Args:
+            where: the command's work, for the sentence: "in a comparison".
+        """
+        if self.resume or self.folder is not None or self.storage_path is not None:
+            raise ConfigError(
+                "run.name, run.run_dir, run.storage_path and run.resume",
+                f"cannot be set {where}; use --out",
+            )
+
     @property
     def folder(self) -> str | None:
         """Local folder of the run, or None if the settings do not name one."""

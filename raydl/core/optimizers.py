@@ -62,8 +62,9 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Optimizers that ignore the shape of a parameter, so that they work on any slice of it."""
 
-_Part = tuple[int, bool]
-"""Number of the parameter group, from 1, or 0 without one; whether it is exempt from the decay."""
+_GroupKey = tuple[int, bool]
+"""What parameters with the same settings share: the number of their setting in
+``optimizer.param_groups``, from 1, or 0 without one; whether they are exempt from the decay."""
 _BY_FIELD = ("lr", "momentum", "nesterov", "weight_decay")
 """Arguments of optimizers that are fields of ``raydl.config.OptimizerConfig``."""
 _FOR_NAMED = (
@@ -116,7 +117,7 @@ def _over(
 ) -> Optimizer:
     """Return the optimizer over (name, tensor) that have their gradients when it steps."""
     if own is None:
-        return _named([(t, _part_of(name, t, config)) for name, t in tensors], config)
+        return _named([(t, _group_key_of(name, t, config)) for name, t in tensors], config)
     made: Any = own([t for _, t in tensors])
     if not isinstance(made, Optimizer) or "lr" not in made.param_groups[0]:
         raise ConfigError(
@@ -131,8 +132,8 @@ def _over(
     return optimizer
 
 
-def _named(tensors: list[tuple[Tensor, _Part]], config: OptimizerConfig) -> Optimizer:
-    """Return torch's optimizer over tensors, given as (tensor, its part of the model)."""
+def _named(tensors: list[tuple[Tensor, _GroupKey]], config: OptimizerConfig) -> Optimizer:
+    """Return torch's optimizer over tensors, given as (tensor, its group)."""
     kind = _without_compiler(OPTIMIZERS[config.name])
     return kind(_groups(tensors, config), **_settings(config))
 
@@ -162,12 +163,12 @@ def _highest_lr(optimizer: Optimizer) -> float:
 def _over_runs(
     flat: Tensor, parameters: Sequence[tuple[str, Tensor]], config: OptimizerConfig
 ) -> Optimizer:
-    """Return the optimizer over views of the flat tensor, one per run of parameters of one part."""
+    """Return the optimizer over views of the flat tensor, one per run of a group's parameters."""
     views, slices, start = [], [], 0
-    parts = [(_part_of(name, p, config), p) for name, p in parameters]
-    for part, run in itertools.groupby(parts, key=operator.itemgetter(0)):
+    keyed = [(_group_key_of(name, p, config), p) for name, p in parameters]
+    for key, run in itertools.groupby(keyed, key=operator.itemgetter(0)):
         stop = start + sum(p.numel() for _, p in run)
-        views.append((flat[start:stop], part))
+        views.append((flat[start:stop], key))
         slices.append(slice(start, stop))
         start = stop
     assert start == flat.numel(), "the flat tensor must hold the whole model"
@@ -175,15 +176,15 @@ def _over_runs(
 
     def set_gradients(*_: Any) -> None:
         assert flat.grad is not None
-        for (view, _part), span in zip(views, slices, strict=True):
+        for (view, _key), span in zip(views, slices, strict=True):
             view.grad = flat.grad[span]
 
     optimizer.register_step_pre_hook(set_gradients)
     return optimizer
 
 
-def _part_of(name: str, parameter: Tensor, config: OptimizerConfig) -> _Part:
-    """Return the part of the model, with settings of its own, to which a parameter belongs."""
+def _group_key_of(name: str, parameter: Tensor, config: OptimizerConfig) -> _GroupKey:
+    """Return the key of the group to which a parameter belongs."""
     number = _group_number(name, config.param_groups)
     has_decay = number > 0 and config.param_groups[number - 1].weight_decay is not None
     return number, config.decay_only_matrices and parameter.ndim <= 1 and not has_decay
@@ -195,20 +196,22 @@ def _group_number(name: str, groups: Sequence[ParamGroup]) -> int:
     return next(matching, 0)
 
 
-def _groups(tensors: list[tuple[Tensor, _Part]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of torch, in the order of the parts."""
+def _groups(
+    tensors: list[tuple[Tensor, _GroupKey]], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of torch, in the order of their keys."""
     return [
-        {"params": [t for t, own in tensors if own == part], **_settings_of(part, config)}
-        for part in sorted({part for _, part in tensors})
+        {"params": [t for t, own in tensors if own == key], **_settings_of(key, config)}
+        for key in sorted({key for _, key in tensors})
     ]
 
 
-def _settings_of(part: _Part, config: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings in which a part differs from the whole model.
+def _settings_of(key: _GroupKey, config: OptimizerConfig) -> dict[str, Any]:
+    """Return the settings in which a group differs from the whole model.
 
     ``lr_share`` is the factor that ``raydl.core.center.set_lr`` multiplies the rate with.
     """
-    number, is_exempt = part
+    number, is_exempt = key
     settings: dict[str, Any] = {"weight_decay": 0.0} if is_exempt else {}
     if number:
         group = config.param_groups[number - 1]

@@ -30,6 +30,7 @@ from raydl.data.map_style import (
     check_parts,
     checked_batch,
     class_name_of,
+    collate_and_workers_of,
     dataset_of,
     end_with_the_parent,
     open_part,
@@ -418,15 +419,12 @@ def _check_settings(data: Any, config: TrainConfig) -> None:
 
 
 def _open(data: Any, config: TrainConfig) -> IterableStyle:
-    collate: Collate = torch_data.default_collate
-    num_workers = 0
-    if isinstance(data, torch_data.DataLoader):
-        if data.batch_size is None:
-            raise DataError(
-                class_name_of(data),
-                "must give single samples and its DataLoader a batch_size: raydl makes the batches",
-            )
-        collate, num_workers = data.collate_fn, data.num_workers
+    if isinstance(data, torch_data.DataLoader) and data.batch_size is None:
+        raise DataError(
+            class_name_of(data),
+            "must give single samples and its DataLoader a batch_size: raydl makes the batches",
+        )
+    collate, num_workers = collate_and_workers_of(data)
     dataset = dataset_of(data)
     if collate is torch_data.default_collate and _lacks_format(dataset):
         dataset = dataset.with_format("torch")  # its samples are lists otherwise

@@ -277,6 +277,13 @@ def dataset_of(data: Any) -> Any:
     return data.dataset if isinstance(data, torch_data.DataLoader) else data
 
 
+def collate_and_workers_of(data: Any) -> tuple[Collate, int]:
+    """Return (``collate_fn``, ``num_workers``) of a loader; of a data set torch's defaults."""
+    if isinstance(data, torch_data.DataLoader):
+        return data.collate_fn, data.num_workers
+    return torch_data.default_collate, 0
+
+
 def is_map_style(data: Any) -> bool:
     """Whether something is a map-style data set, or a loader of one."""
     data = dataset_of(data)
@@ -331,11 +338,9 @@ def open_part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyl
     Raises:
         DataError: if it is empty, its first sample cannot be read, or the loader has a sampler.
     """
-    collate: Collate = torch_data.default_collate
-    num_workers = 0
     if isinstance(data, torch_data.DataLoader):
         _check_sampler(data)
-        collate, num_workers = data.collate_fn, data.num_workers
+    collate, num_workers = collate_and_workers_of(data)
     data = dataset_of(data)
     if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") is None:
         data = data.with_format("torch")  # a datasets.Dataset, whose samples are lists otherwise

@@ -7,7 +7,7 @@ the metadata of the schema may hold class names. Any other file is a table.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
 _CACHED_FOOTERS = 16
 _BUFFER_BYTES = 1 << 20
-"""Read buffer of a column, in bytes, where few rows of a row group are wanted."""
+"""Read buffer of a column, in bytes, where a row group is not held in memory as a whole."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,25 @@ class ParquetGroups(FileGroups):
             rows = parquet.iter_batches(1, row_groups=[group], columns=list(self.columns))
             return pa.Table.from_batches([next(rows)])
 
+    def tables(self, num_rows: int) -> Iterator[tuple[str, Iterator[pa.Table]]]:
+        """Yield the rows file by file, without holding a whole row group in memory."""
+        for file in self.files:
+            yield file.name, _tables(file, self.columns, num_rows)
+
     def group_bytes(self) -> list[int]:
         """Return the bytes of the columns in each row group, uncompressed, from the footers."""
         return [size for file in self.files for size in _group_bytes(file, self.columns)]
+
+
+def _tables(file: Place, columns: Sequence[str], num_rows: int) -> Iterator[pa.Table]:
+    """Yield the rows of a file in order, as tables of at most ``num_rows``."""
+    with (
+        arrow_errors(file.name, "cannot be read"),
+        file.filesystem.open_input_file(file.path) as stream,
+    ):
+        parquet = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        for batch in parquet.iter_batches(num_rows, columns=list(columns)):
+            yield pa.Table.from_batches([batch])
 
 
 def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:

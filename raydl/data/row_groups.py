@@ -51,7 +51,7 @@ class RowGroups(Protocol):
 
 @dataclass(frozen=True)
 class FileGroups(ABC):
-    """Row groups of some files, in order, without empty ones; a base class per file format."""
+    """Row groups of some files, in order, without empty ones; each file format has a subclass."""
 
     unit: ClassVar[str]
     """Word of the format for a row group, for messages."""
@@ -101,6 +101,16 @@ class FileGroups(ABC):
     def narrowed(self: _Files, columns: Sequence[str]) -> _Files:
         """Return the same row groups with some of the columns."""
         return replace(self, columns=tuple(columns))
+
+    def tables(self, num_rows: int) -> Iterator[tuple[str, Iterator[pa.Table]]]:
+        """Yield the rows in order: (name for messages, tables of at most ``num_rows``).
+
+        Raises:
+            DataError: if a file is truncated or was changed.
+        """
+        for number, size in enumerate(self.sizes):
+            table = self.read(number)
+            yield self.name(number), (table.slice(i, num_rows) for i in range(0, size, num_rows))
 
     def read_all(self) -> pa.Table:
         """Return the columns of all row groups.

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from raydl.config import TrainConfig, dotted, to_dict
 from raydl.config.checks import require_name
 from raydl.config.custom_code import hugging_face_folder
+from raydl.config.run import RUNS
 from raydl.errors import ConfigError, RaydlError
 from raydl.ray_backend.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
 from raydl.redaction import has_credentials
@@ -101,7 +102,7 @@ def plan_run(
         name = PurePosixPath(run.folder).name
         require_name("the last part of run.run_dir", name)
     if run.storage_path is not None:
-        place, folder = below(run.storage_path, name), shlex.quote(f"runs/{name}")
+        place, folder = below(run.storage_path, name), shlex.quote(f"{RUNS}/{name}")
     elif run.run_dir is not None and _is_absolute(run.run_dir):
         place, folder = run.run_dir, shlex.quote(run.run_dir)
     else:  # only the shell that starts the driver knows the home of the head node

@@ -15,13 +15,13 @@ UNKNOWN = "UNKNOWN"
 """The cluster answers but does not know the job: it was restarted."""
 
 _STOPPED_EXITS = {
-    STOPPED["SIGINT"]: "SIGINT",
-    STOPPED["SIGTERM"]: "SIGTERM",
-    -signal.SIGINT: "SIGINT",
-    -signal.SIGTERM: "SIGTERM",
-    signal.SIGTERM: "SIGTERM",  # Ray's own handler exits with the number of the signal
+    STOPPED["SIGINT"]: STOPPED["SIGINT"],
+    STOPPED["SIGTERM"]: STOPPED["SIGTERM"],
+    -signal.SIGINT: STOPPED["SIGINT"],
+    -signal.SIGTERM: STOPPED["SIGTERM"],
+    signal.SIGTERM: STOPPED["SIGTERM"],  # Ray's own handler exits with the number of the signal
 }
-"""What stopped a driver, by its exit status."""
+"""Exit status of the command, by that of its driver if something stopped that."""
 _LOST_ERRORS = (
     "JOB_SUPERVISOR_ACTOR_DIED",
     "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
@@ -65,7 +65,7 @@ def judge(state: JobState) -> tuple[Fate, int, str]:
     if state.status == UNKNOWN:
         return Fate.LOST, 1, "the cluster was restarted and does not know the job"
     if code in _STOPPED_EXITS:
-        return Fate.STOPPED, STOPPED[_STOPPED_EXITS[code]], "it was stopped"
+        return Fate.STOPPED, _STOPPED_EXITS[code], "it was stopped"
     if code is not None and (code < 0 or code > 128):
         return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
     if code == WORTH_RETRYING:

@@ -7,7 +7,6 @@ PNG, which is lossless.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,15 +25,13 @@ from raydl.data.binary import npz_parts
 from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, load_pictures, open_parts
 from raydl.data.files import Place
 from raydl.data.images import ImageSet, checked_pair, labelled_files
-from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures
+from raydl.data.parquet import class_names_of, has_pictures, hub_metadata
 from raydl.data.row_groups import FileGroups
 from raydl.errors import DataError
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _THREADS = 8
 """Threads that read or encode pictures: they overlap the latency of a remote store."""
-_BUFFER_BYTES = 1 << 20
-"""Read buffer of a Parquet column, in bytes: a large row group is never in memory as a whole."""
 
 
 class Part(Protocol):
@@ -130,7 +127,7 @@ class CopiedPart:
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
         """Yield the rows in order, at most ``num_rows`` per table."""
-        for name, tables in _tables_of(self.groups, num_rows):
+        for name, tables in self.groups.tables(num_rows):
             start = 0
             for table in tables:
                 yield self._cast(table, name, start)
@@ -146,33 +143,6 @@ class CopiedPart:
             reason = str(error).splitlines()[0]
             first = self.groups.files[0].name
             raise DataError(source, f"does not have the columns of {first}: {reason}") from error
-
-
-def _tables_of(groups: FileGroups, num_rows: int) -> Iterator[tuple[str, Iterator[pa.Table]]]:
-    """Yield the rows in order: (name for messages, tables of at most ``num_rows``)."""
-    if isinstance(groups, ParquetGroups):
-        for file in groups.files:
-            batches = batches_of(file, groups.columns, num_rows=num_rows)
-            yield file.name, (pa.Table.from_batches([batch]) for batch in batches)
-        return
-    for number, size in enumerate(groups.sizes):
-        table = groups.read(number)
-        yield groups.name(number), (table.slice(i, num_rows) for i in range(0, size, num_rows))
-
-
-def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a Parquet file in order, without holding a whole row group in memory.
-
-    Raises:
-        DataError: if the file cannot be read.
-    """
-    try:
-        with file.filesystem.open_input_file(file.path) as stream:
-            opened = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-            yield from opened.iter_batches(num_rows, columns=list(columns))
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(file.name, f"cannot be read: {reason}") from error
 
 
 def _labelled(
@@ -219,9 +189,8 @@ def picture_schema(class_names: Sequence[str] | None) -> pa.Schema:
     if class_names:
         label = {"names": list(class_names), "_type": "ClassLabel"}
     features = {"image": {"_type": "Image"}, "label": label}
-    hub = json.dumps({"info": {"features": features}})
     columns = {"image": _IMAGE, "label": pa.int64()}
-    return pa.schema(columns, metadata={"huggingface": hub})
+    return pa.schema(columns, metadata=hub_metadata(features))
 
 
 def read_parts(source: str, *, seed: int) -> dict[str, Part]:

@@ -52,9 +52,7 @@ class WeakScaling:
 def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
     """Return the settings of all runs."""
     base, run = scaling.base, scaling.base.run
-    if run.resume or run.folder is not None or run.storage_path is not None:
-        settings = "run.name, run.run_dir, run.storage_path and run.resume"
-        raise ConfigError(settings, "cannot be set in a measurement; use --out")
+    run.refuse_folder("in a measurement")
     ends = (base.training.epochs, base.training.samples, base.training.seconds)
     if any(end is not None for end in ends):
         settings = "training.epochs, training.samples and training.seconds"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydl.config import InputConfig, TrainConfig, to_dict
+from raydl.config.run import RUNS
 from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.redaction import redact, redact_values
 from raydl.tools.comparison.figures import Run, make_rows
@@ -45,7 +46,7 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     Raises:
         RaydlError: if the settings, the data or the folder cannot be used; no run was started.
     """
-    out = Path(comparison.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
+    out = Path(comparison.out or time.strftime(f"{RUNS}/compare-%Y%m%d-%H%M%S"))
     runs = [load_complete(run) for run in plan(comparison, out)]
     if fit is None and any(run.figures is None for run in runs):
         _check_inputs(runs[0].config)

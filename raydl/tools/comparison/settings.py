@@ -43,10 +43,7 @@ class Comparison:
         require(0 < self.target <= 1, "target", "in (0, 1], for example 0.985", self.target)
         if self.base.method.name != MethodConfig().name:
             raise ConfigError("method.name", "cannot be set in a comparison; use --methods")
-        run = self.base.run
-        if run.resume or run.folder is not None or run.storage_path is not None:
-            settings = "run.name, run.run_dir, run.storage_path and run.resume"
-            raise ConfigError(settings, "cannot be set in a comparison; use --out")
+        self.base.run.refuse_folder("in a comparison")
 
 
 def method_names(text: str) -> list[str]:
