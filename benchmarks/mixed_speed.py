@@ -32,7 +32,7 @@ from benchmarks.efficiency import total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.quotas import throttled
 from benchmarks.runs import NO_SCORES, Point, Trained, Workplace, workplace
-from benchmarks.time_to_accuracy import Reached, reached_by_peer, reached_by_raydl
+from benchmarks.time_to_accuracy import Reached, reached_by_peer, reached_by_raydl, seconds_of
 from benchmarks.watching import FOLDER, MODEL
 
 LIMIT, DDP, RAY_TRAIN = "plain processes", "torchrun DDP", "Ray Train"
@@ -209,6 +209,12 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
             )
             for name, runs in times.items()
         ],
+    )
+    report.add_figures(
+        *(
+            seconds_of("mixed_speed", name, [run.training_s for run in runs])
+            for name, runs in times.items()
+        )
     )
     for name in [name for name in times if name in METHODS]:
         for peer in (DDP, RAY_TRAIN):

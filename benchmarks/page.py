@@ -3,8 +3,9 @@
 Command:   python -m benchmarks.page [--results FOLDER] [--out docs/benchmarks.md]
 
 Each benchmark with ``--out FOLDER`` leaves NAME.md and NAME.json there (``measure.py``). The page
-has one table of all figures that have a target, then a section per benchmark: a chart of these
-figures relative to their targets, and the benchmark's own report. Short runs (``--quick``) are left
+has a table of raydl beside the other libraries, one of all figures that have a target, then a
+section per benchmark: a chart of these figures relative to their targets, and the benchmark's own
+report. Short runs (``--quick``) are left
 out. ``make bench`` writes the page at its end. The results are kept under version control, so that
 ``make bench BENCHMARKS="NAME NAME"`` renews some sections of the page and keeps the others; each
 section says when, where and of which commit it was measured.
@@ -13,8 +14,10 @@ section says when, where and of which commit it was measured.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import Figure, target_text
@@ -32,6 +35,110 @@ the same run. The [measurements](measurements.md) say what the figures mean; the
 [journal](journal.md) says why targets were missed. The page lacks the benchmarks that have not been
 run in full since results are kept in the repository. Nothing was measured on a GPU.
 """
+_BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is ahead of the best
+other library. The sections below say what each library had to do.
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same quantity for raydl and for other libraries, from one benchmark."""
+
+    what: str
+    """The quantity, with its unit."""
+    settings: str
+    """How raydl was run."""
+    ours: str
+    """Name of raydl's figure."""
+    peers: Mapping[str, str]
+    """Names of the others' figures, by library."""
+
+
+COMPARISONS = (
+    Comparison(
+        "share of the quiet speed while one of two workers is killed every 15 s",
+        "`sync-easgd --spares 1`",
+        "goodput.sync-easgd-2-spare-worker",
+        {
+            "torchft DiLoCo": "goodput.torchft-diloco-worker",
+            "hivemind": "goodput.hivemind-worker",
+            "Ray Train": "goodput.ray-train-worker",
+        },
+    ),
+    Comparison(
+        "seconds until three workers train again after one was killed",
+        "`sync-easgd --spares 1`",
+        "recovery.sync-easgd-3-spare.full_strength_s",
+        {"Ray Train": "recovery.ray-train.full_strength_s"},
+    ),
+    Comparison(
+        "seconds of progress lost when one of three workers is killed",
+        "`sync-easgd --workers 2:3`",
+        "recovery.sync-easgd-2:3.lost_s",
+        {"Ray Train": "recovery.ray-train.lost_s"},
+    ),
+    Comparison(
+        "share of the speed of two workers, one of which has a third of the other's",
+        "`async-easgd`",
+        "mixed_speed.slow.async-easgd",
+        {
+            "torchrun DDP": "mixed_speed.slow.torchrun-ddp",
+            "Ray Train": "mixed_speed.slow.ray-train",
+        },
+    ),
+    Comparison(
+        "seconds to 99.0% on MNIST with these two workers",
+        "`async-easgd`",
+        "mixed_speed.async-easgd.seconds",
+        {
+            "torchrun DDP": "mixed_speed.torchrun-ddp.seconds",
+            "Ray Train": "mixed_speed.ray-train.seconds",
+        },
+    ),
+    Comparison(
+        "samples/s on a link of 100 Mbit/s",
+        "`sync-easgd`, 30 steps, int8",
+        "thin_link.ours.100.samples_per_s",
+        {"torchrun DDP": "thin_link.ddp.100.samples_per_s"},
+    ),
+    Comparison(
+        "samples/s on a link of 25 Mbit/s",
+        "`sync-easgd`, 30 steps, int8",
+        "thin_link.ours.25.samples_per_s",
+        {"torchrun DDP": "thin_link.ddp.25.samples_per_s"},
+    ),
+    Comparison(
+        "share of the speed of two plain processes, LeNet",
+        "`sync-easgd`",
+        "efficiency.lenet.sync-easgd-p10",
+        {
+            "torchrun DDP": "efficiency.lenet.torchrun-ddp",
+            "Ray Train": "efficiency.lenet.ray-train",
+        },
+    ),
+    Comparison(
+        "seconds to 99.0% on MNIST with two equal workers, each library tuned",
+        "`sync-easgd`",
+        "time_to_accuracy.sync-easgd-tuned.seconds",
+        {"Ray Train": "time_to_accuracy.ray-train.seconds"},
+    ),
+    Comparison(
+        "seconds from the command to the first step",
+        "`sync-easgd`",
+        "startup.own.raydl_s",
+        {
+            "torchrun DDP": "startup.own.torchrun_s",
+            "torchft DDP": "startup.own.torchft_s",
+            "Ray Train": "startup.own.ray-train_s",
+        },
+    ),
+    Comparison(
+        "the same on a Ray cluster that is running",
+        "`sync-easgd`",
+        "startup.cluster.raydl_s",
+        {"Ray Train": "startup.cluster.ray-train_s"},
+    ),
+)
 
 
 def read_results(folder: Path) -> dict[str, tuple[list[Figure], str]]:
@@ -58,6 +165,59 @@ def page_of(results: dict[str, tuple[list[Figure], str]], charts: str) -> str:
         results: figures and report by benchmark.
         charts: folder of the charts, relative to the page.
     """
+    parts = [_INTRODUCTION, *_beside_others(results), "## Targets", _targets(results)]
+    for name, (figures, report) in results.items():
+        parts += [f"## {name}", _first_line(name)]
+        if any(figure.target is not None for figure in figures):
+            caption = f"The figures of {name}, relative to their targets"
+            parts.append(f"![{caption}]({charts}/{name}.svg)")
+        parts.append(_body(report))
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _beside_others(results: dict[str, tuple[list[Figure], str]]) -> list[str]:
+    """Return a section with a table of raydl and the other libraries, as far as it was measured."""
+    measured = {figure.name: figure for figures, _ in results.values() for figure in figures}
+    rows = [row for comparison in COMPARISONS if (row := _row(comparison, measured))]
+    if not rows:
+        return []
+    head = "| | raydl | others, the best first | times as good as the best other | |"
+    lines = [head, "|---|---|---|---|---|", *rows]
+    return ["## Beside other libraries", _BESIDE_OTHERS, "\n".join(lines)]
+
+
+def _row(comparison: Comparison, measured: Mapping[str, Figure]) -> str | None:
+    """Return a row: the quantity, its value for raydl and for each other, and the ratio.
+
+    None: it was not measured for raydl or for any other.
+    """
+    peers = {
+        peer: measured[name].value.median
+        for peer, name in comparison.peers.items()
+        if name in measured
+    }
+    if comparison.ours not in measured or not peers:
+        return None
+    ours = measured[comparison.ours]
+    is_more = ours.is_better == "greater"
+    ordered = sorted(peers.items(), key=lambda item: item[1], reverse=is_more)
+    best = ordered[0][1]
+    value = ours.value.median
+    ratio = value / best if is_more else best / value
+    benchmark = comparison.ours.partition(".")[0]
+    return (
+        f"| [{comparison.what}](#{benchmark}) | **{_number(value)}** {comparison.settings} | "
+        f"{', '.join(f'{peer} {_number(of_peer)}' for peer, of_peer in ordered)} | "
+        f"{ratio:.3g} | {'🟢' if ratio >= 1 else '🔴'} |"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _targets(results: dict[str, tuple[list[Figure], str]]) -> str:
+    """Return a table of all figures that have a target."""
     lines = ["| benchmark | figure | measured | target | |", "|---|---|---|---|---|"]
     for name, (figures, _) in results.items():
         lines += [
@@ -66,19 +226,19 @@ def page_of(results: dict[str, tuple[list[Figure], str]], charts: str) -> str:
             for figure in figures
             if figure.target is not None
         ]
-    parts = [_INTRODUCTION, "\n".join(lines)]
-    for name, (figures, report) in results.items():
-        parts.append(f"## {name}")
-        if any(figure.target is not None for figure in figures):
-            caption = f"The figures of {name}, relative to their targets"
-            parts.append(f"![{caption}]({charts}/{name}.svg)")
-        parts.append(_body(report))
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return "\n".join(lines)
 
 
 def _short(figure: Figure) -> str:
     """Return the name of a figure without its benchmark's."""
     return figure.name.partition(".")[2]
+
+
+def _first_line(benchmark: str) -> str:
+    """Return what a benchmark measures: the first line of its docstring, without importing it."""
+    path = Path(__file__).with_name(f"{benchmark}.py")
+    text = ast.get_docstring(ast.parse(path.read_text())) if path.exists() else None
+    return (text or "").partition("\n")[0].replace("``", "`")
 
 
 def _body(report: str) -> str:

@@ -301,9 +301,9 @@ def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
                 _figure(f"{short}.lost_of_ray_train", of_peer, tenth),
                 _figure(f"{short}.full_strength_of_ray_train", full, None),
             )
-        if "spare" in name:
-            at_work = Spread.of([r.full_s for r in of_case])
-            report.add_figures(_figure(f"{short}.full_strength_s", at_work, 0.5))
+        at_work = Spread.of([r.full_s for r in of_case])
+        target = 0.5 if "spare" in name else None
+        report.add_figures(_figure(f"{short}.full_strength_s", at_work, target))
 
 
 def _figure(name: str, value: Spread, target: float | None) -> Figure:

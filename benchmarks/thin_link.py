@@ -124,6 +124,12 @@ def measure_rates(
             for name, of in rates.items()
         ],
     )  # fmt: skip
+    report.add_figures(
+        *(
+            Figure(name=f"thin_link.{case}.samples_per_s", value=Spread.of(of))
+            for case, of in rates.items()
+        )
+    )
     for mbit in mbits:
         report.add_figures(*_rate_figures(rates, mbit))
 

@@ -243,6 +243,7 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
     if has_missed:
         report.add_text(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
     for name, runs in cases.items():
+        report.add_figures(seconds_of("time_to_accuracy", name, [run.seconds for run in runs]))
         if name == OURS:
             continue
         target = {PEER: OVER_PEER, TIED: TIE, ALSO: None}.get(name, 1.0)
@@ -258,6 +259,12 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
             target = OVER_PEER if name == f"{OURS}{TUNED}" else None
             figure = f"time_to_accuracy.ray-train_over_{name.replace(' ', '-')}"
             report.add_figures(Figure(name=figure, value=peer, target=target))
+
+
+def seconds_of(benchmark: str, case: str, seconds: Sequence[float]) -> Figure:
+    """Return the figure of the seconds to the accuracy."""
+    name = f"{benchmark}.{case.lower().replace(' ', '-')}.seconds"
+    return Figure(name=name, value=Spread.of(seconds), is_better="less")
 
 
 def _row(runs: Sequence[Reached]) -> tuple[str, ...]:
