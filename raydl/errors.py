@@ -31,11 +31,16 @@ constructor redacts its texts, so that logs, tracebacks and pickles are free of 
 A command that ends with one of these errors exits with its status: 2 for a mistake of the user,
 1 if training failed, 3 if another driver has the run, 75 if machines failed and the same command
 with ``--resume`` may succeed. ``STOPPED`` has the statuses of a command that was stopped.
+
+``failure_of_machine`` tells a failure of a machine (memory, a disk, a device, the network) from an
+error of the code that ran on it.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -458,3 +463,74 @@ class ExchangeTimeoutError(ExchangeError):
 
     def __str__(self) -> str:
         return f"{super().__str__()}; raise {self.setting} if they were only slow"
+
+
+_KINDS = {"MemoryError", "OutOfMemoryError", "AcceleratorError", "DistBackendError"}
+"""Names of exception types. torch's are not imported: they differ between its versions."""
+_ERRNOS = frozenset(
+    getattr(errno, name)
+    for name in (
+        "EIO", "ENOSPC", "EDQUOT", "EROFS", "ESTALE", "ENODEV", "ENXIO", "EREMOTEIO", "EUCLEAN",
+        "ENOMEM", "EMFILE", "ENFILE", "ENOTCONN", "ENETDOWN", "ENETUNREACH", "ENETRESET",
+        "EHOSTDOWN", "EHOSTUNREACH", "ETIMEDOUT", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED",
+    )
+    if hasattr(errno, name)
+)  # fmt: skip
+"""Errors of a failing disk, file server or network. A missing or unreadable file is an error of the
+user: a replacement would meet it again."""
+_TEXTS = re.compile(
+    r"can't allocate memory|not enough memory|CUDA error|CUDNN_STATUS|cuDNN error|CUBLAS_STATUS"
+    r"|NCCL error|uncorrectable ECC|hipError"
+    r"|AWS Error (NETWORK_CONNECTION|REQUEST_TIMEOUT|SLOW_DOWN|SERVICE_UNAVAILABLE|THROTTLING"
+    r"|INTERNAL_FAILURE)|curlCode|Input/output error|Stale file handle|No space left on device",
+)
+"""Matches errors without a type or number of their own, such as torch's RuntimeError."""
+
+
+def failure_of_machine(error: BaseException) -> str:
+    """Return one line about the machine's failure, or "" if the error is one of the code.
+
+    Call it in the process that raised the error: between processes its causes are lost.
+    """
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        if _is_of_machine(cause):
+            return str(error) if isinstance(error, RaydlError) else in_one_line(cause)
+        seen.add(id(cause))
+        cause = cause.__cause__
+    return ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the first line of an exception; of raydl's own errors, the message.
+
+    Args:
+        error: the exception. One from Ray has the original as its ``cause``, and a traceback in its
+            text.
+    """
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RaydlError):
+        return str(cause)
+    return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
+
+
+def raise_if_of_machine(name: str, error: BaseException) -> None:
+    """Raise an InfrastructureError from an exception that is a failure of the machine.
+
+    Args:
+        name: the process, as in ``raydl.errors.InfrastructureError``.
+        error: the exception that it raised.
+    """
+    if problem := failure_of_machine(error):
+        raise InfrastructureError(name, problem) from error
+
+
+def _is_of_machine(error: BaseException) -> bool:
+    if any(kind.__name__ in _KINDS for kind in type(error).__mro__):
+        return True
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _ERRNOS
+    return isinstance(error, (OSError, RuntimeError)) and bool(_TEXTS.search(str(error)))

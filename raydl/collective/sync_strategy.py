@@ -349,6 +349,11 @@ class SyncStrategy:
         """This worker's (rank, number of workers)."""
         return self._context.rank, self._context.membership.num_workers
 
+    @property
+    def generation(self) -> int:
+        """The generation that this worker has entered."""
+        return self._context.membership.generation
+
     def next_round(self, local_step: int) -> Round:
         """Claim the samples of the next round for all ranks.
 

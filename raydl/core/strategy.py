@@ -130,6 +130,11 @@ class Strategy(Protocol):
         """(Rank, number of workers), as this worker knows them."""
         ...
 
+    @property
+    def generation(self) -> int:
+        """The generation that ``place`` belongs to."""
+        ...
+
     def next_round(self, local_step: int) -> Round:
         """Return the next round; wait for this worker's turn, if workers take turns."""
         ...

@@ -12,12 +12,13 @@ import itertools
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another type in Python 3.10
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,19 +28,22 @@ from torch.utils.data._utils import worker as torch_worker
 from raydl.config import TrainConfig
 from raydl.data.map_style import (
     Collate,
+    Unreadable,
     check_parts,
     checked_batch,
     class_name_of,
     collate_and_workers_of,
     dataset_of,
     end_with_the_parent,
+    is_map_style,
     open_part,
+    opened,
     pickled,
     shape_of_batch,
 )
 from raydl.data.order import InStream
 from raydl.data.samples import Batch, Dataset, part_of
-from raydl.errors import ConfigError, DataError
+from raydl.errors import ConfigError, DataError, in_one_line
 
 _FIRST_S = 600.0
 """Longest wait of the driver for samples, in seconds; a stream may have to fill a buffer first."""
@@ -54,23 +58,21 @@ class _Shard:
 
     index: int
     num_shards: int
+    is_sieved: bool = field(default=False, compare=False)
+    """Whether the worker reads the whole stream and keeps each ``num_shards``-th sample, also of a
+    stream that could split itself: it has too few parts for all workers."""
 
     def part(self, index: int, num_parts: int) -> _Shard:
-        """Return a part of this shard."""
-        return _Shard(self.index * num_parts + index, self.num_shards * num_parts)
+        """Return a part of this shard.
 
-
-class _Failed:
-    """Stands for the rest of a stream that raised an error."""
-
-    def __init__(self, error: Exception) -> None:
-        self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.error: Exception | None = error
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, which may not know the type of the error."""
-        is_known = type(self.error).__module__ == "builtins"
-        return {"problem": self.problem, "error": self.error if is_known else None}
+        The parts of all shards are taken in turns. A stream of few files, of which each part has
+        each n-th, then has files in every shard.
+        """
+        return replace(
+            self,
+            index=self.index + index * self.num_shards,
+            num_shards=self.num_shards * num_parts,
+        )
 
 
 class IterableStyle:
@@ -92,6 +94,7 @@ class IterableStyle:
         self, dataset: Any, *, num_samples: int, collate: Collate, num_workers: int
     ) -> None:
         self._dataset, self._collate = dataset, collate
+        self._opened = opened(dataset)
         self.num_samples = num_samples
         """Samples of an epoch."""
         # The driver reads few samples, itself. The set of a worker was unpickled.
@@ -100,6 +103,7 @@ class IterableStyle:
         """Name of the class of the data set, for messages."""
         self._wanted: tuple[_Shard, int] | None = None
         """The shard of this worker and the number of its start; None in the driver."""
+        self._wait_until = time.monotonic() + _FIRST_S
         self._close()
         self._first = self._batch_of(self._draw(1))
         self.shape = shape_of_batch(self._first, dataset)
@@ -112,6 +116,8 @@ class IterableStyle:
         self._shard: _Shard | None = None
         self._num_starts = 0
         self._num_drawn = 0
+        self.is_starting = False
+        """Whether somebody waits for the first samples of processes that have just started."""
 
     @property
     def note(self) -> str:
@@ -159,7 +165,9 @@ class IterableStyle:
     def _draw(self, count: int) -> list[Any]:
         """Return the next samples; in the driver, which nobody watches, within a time limit."""
         if self._wanted is None:
-            return _within(_FIRST_S, lambda: self._draw_now(count), source=self.source)
+            return _within(
+                self._wait_until, lambda: self._draw_now(count), count, source=self.source
+            )
         return self._draw_now(count)
 
     def _draw_now(self, count: int) -> list[Any]:
@@ -174,12 +182,16 @@ class IterableStyle:
         sample = _END if self._samples is None else next(self._samples, _END)
         if sample is _END:
             sample = next(self._start(), _END)
+        if sample is _END and self._is_split and not self._num_drawn:
+            self._shard = replace(cast(_Shard, self._shard), is_sieved=True)
+            self._loader = None
+            sample = next(self._start(), _END)
         if sample is _END:
             raise DataError(self.source, self._why_empty())
-        if isinstance(sample, _Failed):
+        self.is_starting = False
+        if isinstance(sample, Unreadable):
             self._samples = self._loader = None
-            problem = f"failed after {self._num_drawn:,} samples: {sample.problem}"
-            raise DataError(self.source, problem) from sample.error
+            raise sample.as_data_error(self.source, f"failed after {self._num_drawn:,} samples: ")
         self._num_drawn += 1
         return sample
 
@@ -187,12 +199,17 @@ class IterableStyle:
         shard, start = self._shard or _Shard(0, 1), self._num_starts
         self._num_starts += 1
         if not self._num_workers:
-            self._samples = _read(self._dataset, shard, start)
+            self._samples = _read(self._opened, shard, start)
             return self._samples
         if self._loader is None:
+            self.is_starting = True
             self._loader = _loader_of(self._dataset, shard, start, self._num_workers)
         self._samples = _read_messages(self._loader)
         return self._samples
+
+    @property
+    def _is_split(self) -> bool:
+        return self._shard is not None and self._shard.num_shards > 1
 
     def _why_empty(self) -> str:
         if self._num_drawn:
@@ -200,37 +217,40 @@ class IterableStyle:
                 f"gave no sample when it was started again after {self._num_drawn:,}; each call of "
                 f"__iter__ must begin anew"
             )
-        if self._shard is None or self._shard.num_shards == 1:
+        if not self._is_split:
             return "ended without a sample"
-        index, num_shards = self._shard.index, self._shard.num_shards
-        return f"has no sample in shard {index} of {num_shards}; it needs a sample for each worker"
+        return f"has fewer samples than the {cast(_Shard, self._shard).num_shards} workers"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a worker's set, which starts the stream itself."""
-        left_out = ("_lock", "_samples", "_loader", "_shard", "_num_starts", "_num_drawn")
+        left_out = (
+            "_opened", "_lock", "_samples", "_loader", "_shard", "_num_starts", "_num_drawn"
+        )  # fmt: skip
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "_num_workers": self._wanted_workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._opened = self._dataset
         self._close()
 
 
-def _within(limit_s: float, act: Callable[[], list[Any]], *, source: str) -> list[Any]:
-    """Return the result of a function, in a thread that is abandoned after a time limit."""
+def _within(until: float, draw: Callable[[], list[Any]], count: int, *, source: str) -> list[Any]:
+    """Return samples that a thread draws, which is abandoned after a time."""
     future: Future[list[Any]] = Future()
 
     def work() -> None:
         try:
-            future.set_result(act())
+            future.set_result(draw())
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=work, name="first samples", daemon=True).start()
     try:
-        return future.result(limit_s)
+        return future.result(max(0.0, until - time.monotonic()))
     except FutureTimeoutError:
-        raise DataError(source, f"gave no sample within {limit_s:.0f} s") from None
+        problem = f"did not give {count} samples within {_FIRST_S:.0f} s"
+        raise DataError(source, problem) from None
 
 
 def _read(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
@@ -238,7 +258,7 @@ def _read(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
     try:
         yield from _samples_of(dataset, shard, start)
     except Exception as error:  # of the user's code, of a file or of a network
-        yield _Failed(error)
+        yield Unreadable(in_one_line(error), error)
 
 
 def _samples_of(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
@@ -253,7 +273,7 @@ def _samples_of(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
     if shard.num_shards == 1:
         yield from dataset
         return
-    info = _ShardInfo(dataset, shard)
+    info = None if shard.is_sieved else _ShardInfo(dataset, shard)
     with _shown(info):
         samples = iter(dataset)
     for number in itertools.count():
@@ -261,7 +281,7 @@ def _samples_of(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
             sample = next(samples, _END)
         if sample is _END:
             return
-        if info.is_read or number % shard.num_shards == shard.index:
+        if (info is not None and info.is_read) or number % shard.num_shards == shard.index:
             yield sample
 
 
@@ -291,8 +311,8 @@ class _ShardInfo:
 
 
 @contextmanager
-def _shown(info: _ShardInfo) -> Iterator[None]:
-    """Let torch's ``get_worker_info`` return this information."""
+def _shown(info: _ShardInfo | None) -> Iterator[None]:
+    """Let torch's ``get_worker_info`` return this information, or that there are no shards."""
     before = torch_worker._worker_info
     torch_worker._worker_info = info  # type: ignore[assignment]  # torch has no other way
     try:
@@ -306,7 +326,7 @@ def _loader_of(dataset: Any, shard: _Shard, start: int, num_workers: int) -> Any
     return torch_data.DataLoader(
         _InProcess(dataset, shard, start),
         batch_size=_PER_MESSAGE,
-        collate_fn=pickle.dumps,  # as they are, each tensor would take a file descriptor
+        collate_fn=pickled,  # as they are, each tensor would take a file descriptor
         num_workers=num_workers,
         persistent_workers=True,
         multiprocessing_context="spawn",  # not by fork: this process has threads
@@ -319,7 +339,10 @@ def _read_messages(loader: Any) -> Iterator[Any]:
         for message in loader:
             yield from pickle.loads(message)
     except Exception as error:  # a process was killed, or a sample cannot be pickled
-        yield _Failed(error)
+        lines = str(error).strip().splitlines() or [""]
+        # What a process raised is at the end of its traceback.
+        problem = lines[-1] if lines[0].startswith("Caught ") else in_one_line(error)
+        yield Unreadable(problem, error)
 
 
 class _InProcess(torch_data.IterableDataset[Any]):
@@ -385,10 +408,10 @@ def from_iterable(data: Any, config: TrainConfig) -> Dataset:
             "is iterable, so no test set can be split off; pass {'train': ..., 'test': ...}",
         )
     check_parts(data)
-    if is_iterable(data["test"]):
+    if not is_map_style(data["test"]):
         raise DataError(
             class_name_of(data["test"]),
-            "is iterable, but a test set must have a length; pass some of its samples as a list: "
+            "cannot be the test set, which must have a length; pass some samples as a list: "
             "list(itertools.islice(dataset, 1000))",
         )
     _check_settings(data["train"], config)

@@ -21,6 +21,7 @@ from raydl.data.samples import (
     Batch,
     Dataset,
     Prepare,
+    ReadByProcesses,
     Samples,
     Sharded,
     SkipsUnreadable,
@@ -160,6 +161,8 @@ class Feed:
         # Checked once: a check of a protocol takes as long as fetching a small batch.
         self._skipping = batches.samples if isinstance(batches.samples, SkipsUnreadable) else None
         self._sharded = batches.samples if isinstance(batches.samples, Sharded) else None
+        by_processes = isinstance(batches.samples, ReadByProcesses)
+        self._by_processes = batches.samples if by_processes else None
         self._order = order
         self._device = device
         self._parts = time_parts
@@ -211,6 +214,11 @@ class Feed:
         """
         if self._sharded is not None:
             self._sharded.take_shard(*place, start=start)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether somebody waits for the first samples of processes that have just started."""
+        return self._by_processes is not None and self._by_processes.is_starting
 
     def prefetch(self, steps: Sequence[Step], ahead: Sequence[tuple[int, Span]]) -> None:
         """Start to fetch the local steps of a round, and the samples reserved for later rounds.

@@ -7,6 +7,7 @@ and ``num_workers`` matter: raydl has its own order and batch size.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from torch.utils import data as torch_data
 
 from raydl.config import InputConfig
 from raydl.data.order import Shuffled
-from raydl.data.samples import Batch, Dataset, DataShape, part_of
-from raydl.errors import DataError
+from raydl.data.samples import Batch, Dataset, DataShape, check_readable, part_of
+from raydl.errors import DataError, in_one_line
 
 Collate = Callable[[list[Any]], Any]
 _PARTS = ("train", "test")
@@ -37,11 +38,33 @@ _held: Any = None
 """In a loading process: the data set."""
 
 
-class _Unreadable:
-    """Stands for a sample whose ``[i]`` raised an error."""
+class Unreadable:
+    """Stands for a sample that cannot be read, or for the rest of a stream.
 
-    def __init__(self, problem: str) -> None:
+    Args:
+        problem: what the message says.
+        error: the exception that was raised.
+    """
+
+    def __init__(self, problem: str, error: Exception) -> None:
         self.problem = problem
+        self._error: Exception | None = error
+
+    def as_data_error(self, source: str, before: str = "") -> DataError:
+        """Return the error to raise, with its cause.
+
+        Args:
+            source: name of the data set.
+            before: text before the problem.
+        """
+        raised = DataError(source, before + self.problem)
+        raised.__cause__ = self._error
+        return raised
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which may not know the type of the exception."""
+        is_known = type(self._error).__module__ == "builtins"
+        return {"problem": self.problem, "_error": self._error if is_known else None}
 
 
 class MapStyle:
@@ -64,12 +87,15 @@ class MapStyle:
         self, dataset: Any, rows: np.ndarray, *, collate: Collate, num_workers: int, skips: bool
     ) -> None:
         self._dataset, self._rows, self._collate = dataset, rows, collate
+        self._opened = opened(dataset)
         self._length, self._skips = len(dataset), skips
         # The driver reads few samples, itself. The set of a worker was unpickled.
         self._wanted_workers, self._num_workers = num_workers, 0
         self.source = class_name_of(dataset)
         """Name of the class of the data set, for messages."""
         self._pool: ProcessPoolExecutor | None = None
+        self.is_starting = False
+        """Whether somebody waits for the first samples of processes that have just started."""
         self._first = self._batch_of(self._first_sample())
         self.shape = shape_of_batch(self._first, dataset)
         """The shape of the first sample, to build a model for."""
@@ -98,24 +124,24 @@ class MapStyle:
         """Return a batch, its rows, and one sentence per skipped sample.
 
         Raises:
-            DataError: if a sample cannot be read and unreadable ones are not skipped.
+            DataError: see ``check_readable``.
         """
         self._check_length()
-        samples, is_readable, problems = self._readable(self._rows[rows])
-        if problems and not self._skips:
-            raise DataError(self.source, problems[0])
+        samples, is_readable, errors = self._readable(self._rows[rows])
+        check_readable(errors, num_samples=len(rows), skips=self._skips)
         batch = self._batch_of(samples) if samples else part_of(self._first, 0, 0)
-        return batch, rows[is_readable], problems
+        return batch, rows[is_readable], [error.problem for error in errors]
 
     def _first_sample(self) -> list[Any]:
         """Return the first sample that can be read; without skipping, the first."""
-        problem = ""
+        first: DataError | None = None
         for number in self._rows[: _MOST_UNREADABLE if self._skips else 1]:
-            samples, _, problems = self._readable(np.array([number]))
+            samples, _, errors = self._readable(np.array([number]))
             if samples:
                 return samples
-            problem = problem or problems[0]
-        raise DataError(self.source, problem)
+            first = first or errors[0]
+        assert first is not None, "no part is empty"
+        raise first
 
     def _check_length(self) -> None:
         if len(self._dataset) != self._length:
@@ -125,18 +151,17 @@ class MapStyle:
                 f"must not change during a run",
             )
 
-    def _readable(self, numbers: np.ndarray) -> tuple[list[Any], np.ndarray, list[str]]:
-        """Return (readable samples, which of them are, a sentence for each other one)."""
+    def _readable(self, numbers: np.ndarray) -> tuple[list[Any], np.ndarray, list[DataError]]:
+        """Return (readable samples, which of them are, an error for each other one)."""
         if self._num_workers:
             found = self._read_in_processes(numbers)
         else:
-            found = _read(self._dataset, numbers)
-        is_readable = np.array([not isinstance(sample, _Unreadable) for sample in found], bool)
-        problems = [sample.problem for sample in found if isinstance(sample, _Unreadable)]
+            found = _read(self._opened, numbers)
+        is_readable = np.array([not isinstance(sample, Unreadable) for sample in found], bool)
         return (
-            [s for s, is_it in zip(found, is_readable, strict=True) if is_it],
+            [sample for sample in found if not isinstance(sample, Unreadable)],
             is_readable,
-            problems,
+            [s.as_data_error(self.source) for s in found if isinstance(s, Unreadable)],
         )
 
     def _read_in_processes(self, numbers: np.ndarray) -> list[Any]:
@@ -144,9 +169,11 @@ class MapStyle:
         for _ in range(_TRIES):
             try:
                 pieces = list(self._started_pool().map(_read_held, parts))
-                return [sample for piece in pieces for sample in pickle.loads(piece)]
             except BrokenProcessPool:
                 self._pool = None
+            else:
+                self.is_starting = False
+                return [sample for piece in pieces for sample in pickle.loads(piece)]
         raise DataError(
             self.source,
             f"its loading processes were killed {_TRIES} times in a row; is there too little "
@@ -155,6 +182,7 @@ class MapStyle:
 
     def _started_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
+            self.is_starting = True
             # Not by fork: this process has threads.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(
@@ -170,14 +198,39 @@ class MapStyle:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a worker's set, which starts processes of its own."""
-        return {**self.__dict__, "_pool": None, "_num_workers": self._wanted_workers}
+        state = {name: value for name, value in self.__dict__.items() if name != "_opened"}
+        return {**state, "_pool": None, "_num_workers": self._wanted_workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opened = self._dataset
 
 
-def pickled(dataset: Any) -> bytes:
-    """Return a data set as bytes; in a process of Ray, also one of the user's script."""
+def opened(dataset: Any) -> Any:
+    """Return a copy of a data set to read from, which shares what it holds.
+
+    Many data sets open their file at the first sample. The workers receive the data set itself,
+    which must not hold an open file.
+    """
+    try:
+        copied = copy.copy(dataset)
+    except TypeError:  # no copy is possible, nor will it be sent to a worker
+        return dataset
+    if isinstance(dataset, torch_data.Subset):
+        copied.dataset = opened(dataset.dataset)
+    if isinstance(dataset, torch_data.ConcatDataset):
+        copied.datasets = list(map(opened, dataset.datasets))
+    return copied
+
+
+def pickled(data: Any) -> bytes:
+    """Return a data set or samples as bytes.
+
+    Their classes may be of the user's script: in a process of Ray, and in a loading process, which
+    has unpickled such a data set.
+    """
     pickler = sys.modules.get("ray.cloudpickle", pickle)
-    data: bytes = pickler.dumps(dataset)
-    return data
+    return cast(bytes, pickler.dumps(data))
 
 
 def _hold(dataset: bytes) -> None:
@@ -199,7 +252,7 @@ def end_with_the_parent() -> None:
 
 def _read_held(numbers: np.ndarray) -> bytes:
     """Return pickled samples: as they are, each tensor would take a file descriptor."""
-    return pickle.dumps(_read(_held, numbers))
+    return pickled(_read(_held, numbers))
 
 
 def _read(dataset: Any, numbers: np.ndarray) -> list[Any]:
@@ -211,7 +264,7 @@ def _sample(dataset: Any, number: int) -> Any:
     try:
         return dataset[number]
     except Exception as error:  # of the user's code, or of a file
-        return _Unreadable(f"sample {number} cannot be read: {type(error).__name__}: {error}")
+        return Unreadable(f"sample {number} cannot be read: {in_one_line(error)}", error)
 
 
 def checked_batch(batch: Any, num_samples: int, *, source: str) -> Batch:

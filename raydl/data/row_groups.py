@@ -169,13 +169,17 @@ class GroupCache(Generic[_T]):
         return numbers, rows - self._starts[numbers]
 
     def prefetch(self, rows: np.ndarray) -> None:
-        """Start to read the groups of these rows, and drop all others."""
+        """Start to read the groups of these rows, also those that failed, and drop all others."""
         numbers = self.locate(rows)[0]
         with self._lock:
             _, first = np.unique(numbers, return_index=True)
             in_order = numbers[np.sort(first)].tolist()
             self._prefetched = frozenset(in_order)
-            self._cached = {n: f for n, f in self._cached.items() if n in self._prefetched}
+            self._cached = {
+                n: future
+                for n, future in self._cached.items()
+                if n in self._prefetched and not (future.done() and future.exception())
+            }
             for number in in_order:
                 self._start(number)
 

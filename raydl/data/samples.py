@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raydl.data.ledger import split_evenly
 from raydl.data.order import Order, Shuffled
+from raydl.errors import DataError, failure_of_machine
 
 Batch = Any
 """Tensors whose first dimension is the samples: a tuple, or a mapping by column.
@@ -106,8 +107,18 @@ class SkipsUnreadable(Protocol):
         """Return a batch, its rows, and one sentence per skipped sample.
 
         Raises:
-            DataError: if a sample cannot be read and the policy is not to skip.
+            DataError: see ``check_readable``.
         """
+        ...
+
+
+@runtime_checkable
+class ReadByProcesses(Protocol):
+    """A set that may be read by processes of its own."""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether somebody waits for the first samples of processes that have just started."""
         ...
 
 
@@ -138,6 +149,22 @@ class Prepare(Protocol):
             epoch: pass over the data, or None for an evaluation.
         """
         ...
+
+
+def check_readable(errors: Sequence[DataError], *, num_samples: int, skips: bool) -> None:
+    """Raise the first error in the samples of a batch, unless samples are skipped.
+
+    It is raised nevertheless if the machine failed at every sample: a worker whose disk fails would
+    skip an epoch in no time.
+
+    Args:
+        errors: one per sample that cannot be read, with its cause.
+        num_samples: samples in the batch.
+        skips: whether samples that cannot be read are left out.
+    """
+    has_failed = len(errors) == num_samples and all(map(failure_of_machine, errors))
+    if errors and (has_failed or not skips):
+        raise errors[0]
 
 
 def as_they_are(batch: Batch, rows: np.ndarray, epoch: int | None) -> Batch:

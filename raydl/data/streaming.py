@@ -18,7 +18,7 @@ from raydl.config import InputConfig
 from raydl.data.images import decode_one, decodes_in_threads, mode_of
 from raydl.data.parquet import labelled_pictures
 from raydl.data.row_groups import InRowGroups, RowGroups
-from raydl.data.samples import Batch, DataShape
+from raydl.data.samples import Batch, DataShape, check_readable
 from raydl.data.table import tensor_array
 from raydl.errors import DataError
 
@@ -122,14 +122,14 @@ class StreamedPictures(InRowGroups[_Group]):
         """Return a batch, its rows, and one sentence per skipped sample.
 
         Raises:
-            DataError: if a sample cannot be read and ``on_bad_sample`` is stop.
+            DataError: see ``check_readable``.
         """
         numbers, within = self._groups.locate(rows)
         each = map if self._pool is None else self._pool.map
         samples = list(each(self._sample, numbers.tolist(), within.tolist()))
         errors = [sample for sample in samples if isinstance(sample, DataError)]
-        if errors and self._config.on_bad_sample == "stop":
-            raise errors[0]
+        skips = self._config.on_bad_sample == "skip"
+        check_readable(errors, num_samples=len(rows), skips=skips)
         readable = [i for i, sample in enumerate(samples) if not isinstance(sample, DataError)]
         pictures = np.empty((len(readable), *self.shape.input_shape), np.uint8)
         labels = np.empty(len(readable), np.int64)

@@ -44,7 +44,7 @@ from raydl.core.worker_group import (
     WorkerReady,
 )
 from raydl.elastic.center_manager import CenterManager
-from raydl.elastic.failures import RunFailure, in_one_line
+from raydl.elastic.failures import RunFailure
 from raydl.elastic.fencing import Refusals
 from raydl.elastic.generation import Generation
 from raydl.elastic.membership_policy import (
@@ -62,7 +62,7 @@ from raydl.elastic.run_state import Recorder, State
 from raydl.elastic.stragglers import StragglerDetector
 from raydl.elastic.worker_pool import WorkerPool
 from raydl.elastic.worker_registry import Copy, WorkerRegistry
-from raydl.errors import InfrastructureError, NonFiniteError, StalledError
+from raydl.errors import InfrastructureError, NonFiniteError, StalledError, in_one_line
 from raydl.faults import FaultPlan
 
 _POLL_S = 0.25

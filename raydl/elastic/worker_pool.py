@@ -10,10 +10,10 @@ from raydl.config import TrainConfig
 from raydl.core.membership import Membership, next_membership
 from raydl.core.saved_state import SavedState
 from raydl.core.worker_group import WorkerGroup
-from raydl.elastic.failures import WorkerErrors, in_one_line
+from raydl.elastic.failures import WorkerErrors
 from raydl.elastic.generation import Generation
 from raydl.elastic.worker_registry import Phase, WorkerRegistry
-from raydl.errors import CapacityError, ProcessLostError
+from raydl.errors import CapacityError, ProcessLostError, in_one_line
 
 _PATIENCE_S = 5.0
 """How long a run with its fewest workers waits for more before it starts, in seconds."""

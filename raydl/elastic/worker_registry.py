@@ -296,8 +296,11 @@ class WorkerRegistry:
             is_heard = now - entry.heard_at <= _SILENT_S  # otherwise its lease decides
             step_s = now - entry.moved_at
             idle_s = min(step_s, now - entry.busy_at)
+            is_starting = entry.report is None or entry.report.is_starting
             usual_s = entry.report.step_s if entry.report else 0.0
-            limit_s = _STUCK_STEPS * usual_s if usual_s else self._first_step_s
+            limit_s = _STUCK_STEPS * usual_s
+            if is_starting or not usual_s:
+                limit_s = max(limit_s, self._first_step_s)
             is_stuck = idle_s > max(self._lease_s, limit_s) or step_s > self._max_busy_s
             if entry.in_loop and is_heard and is_stuck:
                 stuck.append((entry.worker_id, step_s))

@@ -154,6 +154,11 @@ class AsyncStrategy:
         """This worker's (rank, number of workers), by the newest assignment."""
         return self._assignment.rank, self._assignment.num_workers
 
+    @property
+    def generation(self) -> int:
+        """The newest generation, by the newest assignment."""
+        return int(self._assignment.generation)
+
     def next_round(self, local_step: int) -> Round:
         """Return the assigned round; in rank order, wait for this worker's turn first."""
         assignment = self._assignment

@@ -418,6 +418,7 @@ class Coordinator:
             ahead=self._ledger.reserved_by(worker_id),
             num_workers=self._members.membership.num_workers,
             rank=self._members.rank_of(worker_id),
+            generation=self._generation,
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
             version=self.version,

@@ -82,6 +82,8 @@ class Assignment:
     """Number of workers that train now (p)."""
     rank: int
     """Rank of this worker."""
+    generation: int
+    """The generation of these workers."""
     num_done: int
     """Samples completed by all workers."""
     seconds: float

@@ -33,8 +33,7 @@ from raydl.core.worker_group import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.data.ledger import Span
 from raydl.elastic.center_endpoint import CenterEndpoint
-from raydl.elastic.failures import raise_if_of_machine
-from raydl.errors import ExchangeError, NonFiniteError
+from raydl.errors import ExchangeError, NonFiniteError, raise_if_of_machine
 from raydl.faults import Announced, Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.parameter_server.protocol import HOME, CellAddress, Request, Response
 from raydl.parameter_server.ray_transport import RayCenterClient

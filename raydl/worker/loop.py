@@ -205,8 +205,9 @@ class Worker:
         steps = round.steps()
         if steps:
             # A number that grows with epochs and changes, and is the same for all members.
-            start = steps[0][0] + self.runner.generation - 1
-            self._feed.take_shard(self.runner.entered().place, start=start)
+            entered = self.runner.entered()
+            start = steps[0][0] + entered.generation - 1
+            self._feed.take_shard(entered.place, start=start)
             self._feed.prefetch(steps, round.ahead)
         for epoch, positions in steps:
             self._call_before_step()
@@ -318,6 +319,7 @@ class Worker:
             allreduce=runner.allreduce_report(),
             choice=runner.choice(),
             left_out=self._feed.left_out,
+            is_starting=self._feed.is_starting,
             told_s=time.monotonic(),
             cpu_s=time.process_time(),
         )

@@ -124,6 +124,48 @@ def test_a_stream_that_splits_itself_reads_its_part_alone():
     assert worker._dataset.read[-6:] == [1, 5, 9, 13, 17, 21]
 
 
+class Files(Numbers):
+    """Reads whole files, of which each process has its part."""
+
+    def numbers(self):
+        info = torch_data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for file in range(first, 2, step):
+            yield from range(file * 12, file * 12 + 12)
+
+
+def test_workers_for_which_a_stream_has_no_part_read_a_share_of_all_of_it():
+    first, second, third = in_workers(opened(Files()).train, 3)
+    assert drawn(first, 12) == list(range(12))
+    assert drawn(second, 12) == list(range(12, 24))
+    assert drawn(third, 9) == [2, 5, 8, 11, 14, 17, 20, 23, 2]
+
+
+@pytest.mark.parametrize(("num_shards", "num_parts"), [(2, 3), (3, 1), (1, 4)])
+def test_the_parts_of_all_shards_are_each_there_once_and_every_shard_has_early_ones(
+    num_shards, num_parts
+):
+    shards = [iterable_style._Shard(index, num_shards) for index in range(num_shards)]
+    parts = [[shard.part(i, num_parts).index for i in range(num_parts)] for shard in shards]
+    assert sorted(itertools.chain(*parts)) == list(range(num_shards * num_parts))
+    assert [min(of_shard) for of_shard in parts] == list(range(num_shards))
+
+
+class OpenedOnce(Numbers):
+    """Opens its file at the first sample, and cannot be sent then."""
+
+    file = None
+
+    def __iter__(self):
+        self.file = threading.Lock()  # no handle can be pickled
+        return super().__iter__()
+
+
+def test_a_stream_that_opens_its_file_at_the_first_sample_can_be_sent_to_workers():
+    (worker,) = in_workers(opened(OpenedOnce()).train, 1)
+    assert drawn(worker, 2) == [0, 1]
+
+
 def test_at_its_end_a_shard_starts_again():
     worker = in_workers(opened(Numbers(5)).train, 2)[1]
     assert drawn(worker, 5) == [1, 3, 1, 3, 1]
@@ -170,7 +212,7 @@ def test_a_loaders_processes_share_a_shard_and_start_it_again():
     worker = in_workers(train, 2)[1]
     for epoch in range(2):
         order = np.random.default_rng(epoch).permutation(64).reshape(-1, 4)  # a column per process
-        assert sorted(drawn(worker, 32)) == sorted(order[:, 2:].flatten().tolist())
+        assert sorted(drawn(worker, 32)) == sorted(order[:, 1::2].flatten().tolist())
     worker._loader = None  # ends its processes
 
 
@@ -307,8 +349,8 @@ def test_a_stream_that_ends_or_fails_is_refused_in_one_sentence():
     with pytest.raises(DataError, match="after 5 samples: ConnectionError: no answer for 5") as e:
         drawn(worker, 9)
     assert isinstance(e.value.__cause__, ConnectionError)
-    worker = in_workers(opened(SplitNumbers(2)).train, 3)[2]
-    with pytest.raises(DataError, match="has no sample in shard 2 of 3; it needs a sample for"):
+    worker = in_workers(opened(Numbers(2)).train, 3)[2]
+    with pytest.raises(DataError, match="Numbers: has fewer samples than the 3 workers"):
         drawn(worker, 1)
     once = opened(Once()).train
     with pytest.raises(DataError, match=r"gave no sample when it was started again after 24; each"):
@@ -324,7 +366,7 @@ def test_the_driver_does_not_wait_forever_for_the_first_sample(monkeypatch):
             return super().__iter__()
 
     monkeypatch.setattr(iterable_style, "_FIRST_S", 0.05)
-    with pytest.raises(DataError, match="Hanging: gave no sample within 0 s"):
+    with pytest.raises(DataError, match="Hanging: did not give 1 samples within 0 s"):
         opened(Hanging())
     ends.set()
 
@@ -339,8 +381,9 @@ class Words(Numbers):
     [
         (Numbers(), r"Numbers: is iterable, so no test set can be split off; pass \{'train'"),
         ({"train": Numbers(), "eval": TEST}, "must be named train and test, got train, eval"),
-        ({"train": Numbers(), "test": Numbers()}, "a test set must have a length; pass some of"),
-        ({"train": TEST, "test": Numbers()}, "a test set must have a length"),
+        ({"train": Numbers(), "test": Numbers()}, "the test set, which must have a length; pass"),
+        ({"train": TEST, "test": Numbers()}, "Numbers: cannot be the test set, which must have"),
+        ({"train": Numbers(), "test": iter(TEST)}, "list_iterator: cannot be the test set, which"),
         ({"train": Numbers(), "test": [{"x": 1.0}]}, "trains on .* but tests on rows of x"),
         ({"train": Words(), "test": TEST}, "part 0 is tuple; pass a DataLoader with a collate_fn"),
         (
@@ -379,15 +422,20 @@ def test_what_is_an_iterable_set():
 SCRIPT = """
 import itertools
 import sys
+import typing
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 import raydl
+
+class Point(typing.NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
 
 class Points(IterableDataset):  # of the script itself, which no worker can import
     def __iter__(self):
         for number in range(60):
             x = torch.tensor([float(number % 7), float(number % 5)])
-            yield x, x.sum(0, keepdim=True)
+            yield Point(x, x.sum(0, keepdim=True))
 
 if __name__ == "__main__":
     result = raydl.Trainer(

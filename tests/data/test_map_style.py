@@ -1,10 +1,12 @@
 """A torch Dataset as training data: each sample once in an epoch, read by number."""
 
 import collections
+import errno
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch.utils import data as torch_data
 import raydl
 from raydl.config import InputConfig, OptimizerConfig, RunConfig, ScalingConfig, TrainingConfig
 from raydl.data.map_style import from_map_style, is_map_style
-from raydl.errors import DataError
+from raydl.errors import DataError, failure_of_machine
 
 LENGTH = 50
 
@@ -152,6 +154,61 @@ def test_samples_that_cannot_be_read_end_the_run_or_are_left_out():
     assert batch[1].tolist() == [6.0, 5.0]
     assert rows.tolist() == [3, 5]
     assert len(problems) == 2
+
+
+class OpenedOnce(Points):
+    """Opens its file at the first sample, and cannot be sent then."""
+
+    file = None
+
+    def __getitem__(self, number):
+        self.file = threading.Lock()  # no handle can be pickled
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        OpenedOnce(),
+        torch_data.Subset(OpenedOnce(), range(9)),
+        torch_data.ConcatDataset([OpenedOnce(), Points()]),
+    ],
+)
+def test_a_set_that_opens_its_file_at_the_first_sample_can_be_sent_to_workers(data):
+    train = opened(data).train
+    train.fetch(np.arange(2))
+    sent = pickle.loads(pickle.dumps(train))
+    assert len(sent.fetch(np.arange(3))[0]) == 3
+
+
+class OnABadDisk(Points):
+    """Some samples lie on a disk that fails."""
+
+    def __getitem__(self, number):
+        if number in self.bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().__getitem__(number)
+
+
+def test_a_failure_of_the_machine_is_known_as_one():
+    data = {"train": OnABadDisk(10, bad=(4, 6)), "test": Points(10)}
+    with pytest.raises(DataError) as error:
+        opened(data).train.fetch(np.arange(10))
+    assert failure_of_machine(error.value)
+    with pytest.raises(DataError) as error:
+        opened({**data, "train": Points(10, bad=(4,))}).train.fetch(np.arange(10))
+    assert not failure_of_machine(error.value)
+
+
+def test_a_worker_whose_machine_fails_at_every_sample_skips_none():
+    data = {"train": OnABadDisk(10, bad=(4, 5, 6)), "test": Points(10)}
+    train = opened(data, on_bad_sample="skip").train
+    assert len(train.fetch_readable(np.arange(3, 7))[2]) == 3
+    with pytest.raises(DataError, match="sample 4 cannot be read"):
+        train.fetch_readable(np.arange(4, 7))
+    data["train"] = Points(10, bad=(4, 5, 6))  # which no other machine could read
+    train = opened(data, on_bad_sample="skip").train
+    assert len(train.fetch_readable(np.arange(4, 7))[2]) == 3
 
 
 def test_a_set_whose_length_changes_is_refused():

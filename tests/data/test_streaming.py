@@ -178,10 +178,13 @@ class Counted:
         self.reads = []
         self.may_read = threading.Event()
         self.may_read.set()
+        self.fails = False
 
     def read(self, number):
         assert self.may_read.wait(10)
         self.reads.append(number)
+        if self.fails:
+            raise DataError(self.name(number), "cannot be read")
         return pa.table({"x": [float(number)] * self.sizes[number]})
 
     def name(self, number):
@@ -200,6 +203,20 @@ def test_a_row_group_is_read_once_while_prefetched_and_then_dropped():
     cache.prefetch(np.arange(8, 16))
     assert cache.get(2) == 2
     assert sorted(cache._cached) == [2, 3]
+
+
+def test_a_row_group_that_could_not_be_read_is_read_again_in_the_next_round():
+    groups = Counted([2] * 5)
+    groups.fails = True
+    cache = GroupCache(groups, lambda table, number: number)
+    cache.prefetch(np.arange(2))
+    for _ in range(2):  # both samples of the group, in one reading
+        with pytest.raises(DataError):
+            cache.get(0)
+    assert groups.reads == [0]
+    groups.fails = False
+    cache.prefetch(np.arange(2))
+    assert cache.get(0) == 0
 
 
 def test_few_row_groups_that_were_not_prefetched_are_cached():

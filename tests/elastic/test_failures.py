@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from raydl.elastic.failures import _ordinal, failure_of_machine
-from raydl.errors import DataError, InfrastructureError
+from raydl.elastic.failures import _ordinal
+from raydl.errors import DataError, InfrastructureError, failure_of_machine
 
 OF_MACHINE = [
     MemoryError(),

@@ -258,6 +258,15 @@ def test_the_first_step_may_take_longer():
     assert floor.force.stuck() == [("w0", 60.5)]
 
 
+def test_a_step_may_take_longer_while_processes_start_that_read_its_samples():
+    floor = Floor("w0")
+    floor.report("w0", local_step=5, step_s=0.1, is_starting=True)
+    floor.stay_in_step("w0", 60.0, local_step=5, step_s=0.1, is_starting=True)
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 0.5, local_step=5, step_s=0.1)
+    assert floor.force.stuck() == [("w0", 60.5)]
+
+
 @pytest.mark.parametrize(
     "news",
     [

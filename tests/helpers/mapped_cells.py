@@ -36,7 +36,7 @@ class Orderly:
         return Response(NOTHING, NOTHING, ASSIGNMENT, self.refusal)
 
 
-ASSIGNMENT = Assignment(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0)
+ASSIGNMENT = Assignment(Outcome.GO_ON, [], [], 2, 0, 1, 0, 0.0, 0)
 
 
 def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0", "w1")):

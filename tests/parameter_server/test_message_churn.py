@@ -57,13 +57,14 @@ def test_the_assignments_of_remaining_workers_do_not_change():
     assert coordinator.num_refused == 0
 
 
-def test_the_next_assignment_has_the_number_of_workers():
+def test_the_next_assignment_has_the_number_of_workers_and_their_generation():
     coordinator = make_coordinator()
-    assert enter(coordinator, "w0").num_workers == 2
+    assignments = [enter(coordinator, "w0")]
     change(coordinator, 2, "w0", "w1", "w2")
-    assert settle(coordinator, "w0").num_workers == 3
+    assignments.append(settle(coordinator, "w0"))
     change(coordinator, 3, "w0")
-    assert settle(coordinator, "w0").num_workers == 1
+    assignments.append(settle(coordinator, "w0"))
+    assert [(a.num_workers, a.generation) for a in assignments] == [(2, 1), (3, 2), (1, 3)]
 
 
 def test_records_and_snapshots_have_the_current_membership():
