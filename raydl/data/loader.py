@@ -161,8 +161,9 @@ class Feed:
         # Checked once: a check of a protocol takes as long as fetching a small batch.
         self._skipping = batches.samples if isinstance(batches.samples, SkipsUnreadable) else None
         self._sharded = batches.samples if isinstance(batches.samples, Sharded) else None
-        by_processes = isinstance(batches.samples, ReadByProcesses)
-        self._by_processes = batches.samples if by_processes else None
+        self._by_processes = (
+            batches.samples if isinstance(batches.samples, ReadByProcesses) else None
+        )
         self._order = order
         self._device = device
         self._parts = time_parts

@@ -136,6 +136,50 @@ def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("is_better", "ours", "others", "row"),
+    [
+        ("greater", 0.96, (0.6, 0.8), "**0.96** `--spares 1` | B 0.8, A 0.6 | 1.2 | 🟢 |"),
+        ("less", 3.0, (2.0, 9.0), "**3** `--spares 1` | A 2, B 9 | 0.667 | 🔴 |"),
+        ("less", 3.0, (None, 1200.0), "**3** `--spares 1` | B 1,200 | 400 | 🟢 |"),
+        ("less", 3.0, (None, None), None),
+        ("less", None, (2.0, 9.0), None),
+    ],
+)
+def test_the_page_shows_raydl_beside_the_best_other_library(
+    is_better, ours, others, row, tmp_path, monkeypatch
+):
+    values = {"bench.ours": ours, "bench.a": others[0], "bench.b": others[1]}
+    report = Report("bench", "python -m benchmarks.bench", is_quick=False)
+    report.add_figures(
+        *(
+            Figure(name=name, value=Spread.of([value]), is_better=is_better)
+            for name, value in values.items()
+            if value is not None
+        )
+    )
+    report.close(tmp_path)
+    peers = {"A": "bench.a", "B": "bench.b"}
+    compared = page.Comparison("what is measured", "`--spares 1`", "bench.ours", peers)
+    monkeypatch.setattr(page, "COMPARISONS", [compared])
+    text = page.page_of(page.read_results(tmp_path), "charts")
+    if row is None:
+        assert "what is measured" not in text
+    else:
+        assert f"| [what is measured](#bench) | {row}" in text
+
+
+def test_every_figure_beside_other_libraries_is_one_that_its_benchmark_writes(root):
+    results = page.read_results(root / "benchmarks/results")
+    written = {figure.name for figures, _ in results.values() for figure in figures}
+    for compared in page.COMPARISONS:
+        names = {compared.ours, *compared.peers.values()}
+        benchmarks = {name.partition(".")[0] for name in names}
+        assert len(benchmarks) == 1, "figures of different runs cannot be compared"
+        if benchmarks <= results.keys():
+            assert names <= written
+
+
+@pytest.mark.parametrize(
     ("words", "command"),
     [
         ("--out /a/b --quick", "python -m benchmarks.bench --quick"),
