@@ -31,6 +31,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_OWN = f"{__name__}:"
+"""Begins the names of the tasks of this module in the settings of a run."""
+
+
 class Task(Protocol):
     """A task, as the training loop uses it."""
 
@@ -270,7 +274,32 @@ def task_on(task: Task | None, shape: DataShape, config: TrainConfig) -> Task:
             "training.label_smoothing",
             f"must be 0 with your own task, got {smoothing}; smooth labels in the task",
         )
+    if task is None and config.task.startswith(_OWN):
+        return _made_again(config.task.removeprefix(_OWN), config.model)
     return checked_task(instantiate("task", config.task)) if task is None else task
+
+
+def _made_again(name: str, model: str) -> Task:
+    """Return a task of this module, which a run in Python was given as an object.
+
+    Args:
+        name: its class.
+        model: its model's name, which is that of a function if the user gave a function.
+
+    Raises:
+        ConfigError: if the names do not suffice.
+    """
+    kinds = {"Classification": Classification, "LanguageModel": LanguageModel}
+    is_found = ":" in model or model in models.MODELS
+    if name in kinds and is_found:
+        return kinds[name](model)
+    if name == "HuggingFace":
+        return HuggingFace(model)
+    raise ConfigError(
+        "task",
+        f"cannot be made again from the names {name} and {model}: the run began with a function or "
+        f"a loss in Python; see its result.metrics, or load its center.safetensors",
+    )
 
 
 def checked_task(task: Any) -> Task:

@@ -16,6 +16,7 @@ import raydl
 from raydl.cli import main
 from raydl.data import DataShape
 from raydl.errors import ConfigError, RaydlError, ShapeError
+from raydl.run.evaluate import score_run
 from raydl.tasks import LossFromForward, ModelAndLoss
 
 SHAPE = DataShape((), 0, columns={"x": (3,), "y": ()})
@@ -249,3 +250,30 @@ def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkey
     assert list(json.loads(capsys.readouterr().out)) == ["loss"]
     assert main(["train", "--task", "mine:main", "--workers", "0"]) == 2
     assert "task mine:main cannot be imported" in capsys.readouterr().err
+
+
+def short_run(tmp_path):
+    return {
+        "scaling": raydl.ScalingConfig(num_workers=0),
+        "training": raydl.TrainingConfig(steps=2, batch_size=8),
+        "run": raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    }
+
+
+def test_a_run_of_raydls_task_with_a_named_model_is_scored_again(tmp_path):
+    task = raydl.Classification("mlp")  # not the model of a Classification() without arguments
+    result = raydl.Trainer(task, "synthetic:64x1x4x4", **short_run(tmp_path)).fit()
+    scores = score_run(str(tmp_path / "run"))
+    assert scores["loss"] == pytest.approx(result.metrics["center_loss"], rel=1e-5)
+
+
+def flat(shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, num_classes))
+
+
+def test_a_run_of_a_function_of_a_script_is_not_scored_as_another_model(tmp_path):
+    raydl.Trainer(raydl.Classification(flat), "synthetic:64x1x4x4", **short_run(tmp_path)).fit()
+    with pytest.raises(
+        ConfigError, match="the names Classification and flat: the run began with a"
+    ):
+        score_run(str(tmp_path / "run"))

@@ -18,7 +18,10 @@ from raydl.storage import below
 from raydl.tasks import build_model, task_on
 from raydl.worker.evaluator import score
 
-_OWN_TASKS = ("auto", "raydl.tasks:Classification", "raydl.tasks:LanguageModel")
+_OWN_TASKS = (
+    "auto", "raydl.tasks:Classification", "raydl.tasks:HuggingFace", "raydl.tasks:LanguageModel",
+    "raydl.tasks:LossFromForward", "raydl.tasks:ModelAndLoss",
+)  # fmt: skip
 """raydl's own tasks, which need no trust, as ``config.json`` names them."""
 
 
@@ -68,7 +71,7 @@ def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:
     if config.task not in _OWN_TASKS:
         return (("task", config.task),)
     is_folder = hugging_face_folder(config.model) is not None  # none of its code runs
-    is_named = config.task == "auto" and ":" in config.model and not is_folder
+    is_named = ":" in config.model and not is_folder
     is_users = is_named and not config.model.startswith("torchvision:")
     return (("model", config.model),) if is_users else ()
 

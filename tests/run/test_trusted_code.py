@@ -163,7 +163,8 @@ def test_the_code_that_was_shown_runs_though_the_folder_changes_meanwhile(folder
         ({"model": "raydl.cli:main"}, (("model", "raydl.cli:main"),)),
         ({"model": ":net"}, (("model", ":net"),)),
         ({"task": "raydl.tasks:Classification", "model": "net"}, ()),
-        ({"task": "raydl.tasks:LanguageModel", "model": "os:abort"}, ()),  # its name, for messages
+        ({"task": "raydl.tasks:LanguageModel", "model": "os:abort"}, (("model", "os:abort"),)),
+        ({"task": "raydl.tasks:ModelAndLoss", "model": "net"}, ()),
         ({"task": "mine:Task", "model": "os:abort"}, (("task", "mine:Task"),)),
         ({"task": "raydl.tasks:evaluate"}, (("task", "raydl.tasks:evaluate"),)),
         ({"task": ""}, (("task", ""),)),
@@ -176,7 +177,7 @@ def test_all_code_but_raydls_own_needs_trust(settings, names):
 def test_a_task_of_raydls_own_lets_nothing_be_imported_from_the_current_folder(folder, monkeypatch):
     folder.names(task="raydl.tasks:Classification", model="net")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
-    with pytest.raises(RaydlError, match="does not fit the run's model"):
+    with pytest.raises(RaydlError, match="cannot be made again from the names Classification and"):
         score_run("run")
     assert os.getcwd() not in sys.path
 
