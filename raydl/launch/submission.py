@@ -155,23 +155,37 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
     Raises:
         ConfigError: a setting names such a file, folder or module.
     """
-    module = config.method.name.partition(":")[0].replace(".", "/")
-    is_own_code = ":" in config.method.name and (
-        (here / f"{module}.py").exists() or (here / module).is_dir()
-    )
-    candidates = {
-        "method.name": config.method.name if is_own_code else None,
+    code = {
+        "method.name": config.method.name,
+        "task": config.task,
+        "model": config.model,
+        "optimizer.name": config.optimizer.name,
+        "optimizer.lr_schedule": config.optimizer.lr_schedule,
+    }
+    files = {
         "model": hugging_face_folder(config.model),
         "run.fault_plan": config.run.fault_plan,
         "data": config.data,
     }
-    for setting, value in candidates.items():
-        if value and not _is_absolute(value) and (is_own_code or (here / value).exists()):
-            raise ConfigError(
-                setting,
-                f"{value} is in this folder, which the job does not have; add --working-dir . "
-                f"(before the --) to upload the folder, or name a place that all nodes can access",
-            )
+    found = [(setting, name) for setting, name in code.items() if _is_code_in(here, name)]
+    found += [
+        (setting, path)
+        for setting, path in files.items()
+        if path and not _is_absolute(path) and (here / path).exists()
+    ]
+    for setting, value in found:
+        raise ConfigError(
+            setting,
+            f"{value} is in this folder, which the job does not have; add --working-dir . "
+            f"(before the --) to upload the folder, or name a place that all nodes can access",
+        )
+
+
+def _is_code_in(here: Path, name: str) -> bool:
+    """Return whether the module of ``module:name`` lies in a folder."""
+    module, mark, _ = name.partition(":")
+    path = here / module.replace(".", "/")
+    return bool(mark) and (path.with_name(f"{path.name}.py").exists() or path.is_dir())
 
 
 def make_runtime_env(

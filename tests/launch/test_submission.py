@@ -82,6 +82,10 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
     for words in (
         ["--fault-plan", "plan.yaml"],
         ["--method", "mine:Rule"],
+        ["--model", "mine:net"],
+        ["--task", "mine:Task"],
+        ["--optimizer", "mine:Optimizer"],
+        ["--lr-schedule", "mine:schedule"],
         ["--data", "pictures"],
     ):
         with pytest.raises(ConfigError, match=r"is in this folder.* add --working-dir \. "):
@@ -89,6 +93,7 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
     for words in (
         [],
         ["--method", "elsewhere:Rule"],
+        ["--model", "torchvision:resnet18"],
         ["--data", str(tmp_path / "pictures")],
         ["--data", "s3://bucket/pictures"],
     ):
