@@ -72,6 +72,8 @@ class WorkerEntry:
     heard_at: float = 0.0
     """When its last report arrived."""
     in_loop: bool = False
+    generation: int = 0
+    """The generation that it was last asked to enter."""
     has_trained: bool = False
     copy: Copy | None = None
     """Its copy of the center when it last left its loop; None: it has none."""
@@ -94,7 +96,8 @@ class WorkerRegistry:
 
     Args:
         lease_s: the shortest time without progress after which a worker is stuck, in seconds.
-        first_step_s: the longest first step of a worker, in seconds.
+        first_step_s: the longest first step of a worker, and the longest time for a group to form,
+            in seconds.
         max_busy_s: the longest step in which a worker uses CPU time, in seconds.
         clock: seconds, rising.
     """
@@ -232,7 +235,7 @@ class WorkerRegistry:
                 self._enter(worker_id, Phase.TRAINING)
             if not entry.in_loop:
                 entry.in_loop = entry.has_trained = True
-                entry.moved_at = now
+                entry.generation, entry.moved_at = membership.generation, now
         self._causes.clear()
 
     def cause_of(self, worker_id: str) -> str:
@@ -277,8 +280,7 @@ class WorkerRegistry:
             return
         before, entry.report = entry.report, report
         now = entry.heard_at = self._clock()
-        place = report.local_step, report.round
-        if before is None or report.waiting_s > 0 or place != (before.local_step, before.round):
+        if before is None or report.waiting_s > 0 or _place(report) != _place(before):
             entry.moved_at = now
         if before is not None:
             used_s, span_s = report.cpu_s - before.cpu_s, report.told_s - before.told_s
@@ -289,6 +291,8 @@ class WorkerRegistry:
         """Return the workers that are stuck in a step, with the seconds that they are.
 
         While a worker uses CPU time only ``max_busy_s`` limits its step: a single step may be long.
+        A worker that enters a generation waits for its group to form, which ends by its own
+        time-out.
         """
         now = self._clock()
         stuck = []
@@ -296,15 +300,21 @@ class WorkerRegistry:
             is_heard = now - entry.heard_at <= _SILENT_S  # otherwise its lease decides
             step_s = now - entry.moved_at
             idle_s = min(step_s, now - entry.busy_at)
-            is_starting = entry.report is None or entry.report.is_starting
-            usual_s = entry.report.step_s if entry.report else 0.0
-            limit_s = _STUCK_STEPS * usual_s
-            if is_starting or not usual_s:
-                limit_s = max(limit_s, self._first_step_s)
-            is_stuck = idle_s > max(self._lease_s, limit_s) or step_s > self._max_busy_s
+            is_stuck = idle_s > self._longest_step_s(entry) or step_s > self._max_busy_s
             if entry.in_loop and is_heard and is_stuck:
                 stuck.append((entry.worker_id, step_s))
         return stuck
+
+    def _longest_step_s(self, entry: WorkerEntry) -> float:
+        """Return the longest time without progress of a worker that uses no CPU, in seconds."""
+        report = entry.report
+        usual_s = report.step_s if report else 0.0
+        limit_s = max(self._lease_s, _STUCK_STEPS * usual_s)
+        if report is None or report.generation < entry.generation:
+            return max(limit_s, self._first_step_s + self._lease_s)
+        if report.is_starting or not usual_s:
+            return max(limit_s, self._first_step_s)
+        return limit_s
 
     def waiting_s(self, worker_ids: tuple[str, ...], *, generation: int) -> dict[str, float]:
         """Return how many seconds each member has waited for others; 0: it computes or is silent.
@@ -319,3 +329,8 @@ class WorkerRegistry:
             if entry.report and entry.report.generation == generation and not is_silent:
                 waits[worker_id] = entry.report.waiting_s
         return waits
+
+
+def _place(report: WorkerReport) -> tuple[int, int, int]:
+    """Return how far a worker has got; a change is progress."""
+    return report.generation, report.local_step, report.round

@@ -258,6 +258,33 @@ def test_the_first_step_may_take_longer():
     assert floor.force.stuck() == [("w0", 60.5)]
 
 
+def test_a_worker_that_waits_for_its_group_to_form_is_not_stuck():
+    """Another member may be late: its snapshot is slow to arrive, or it was stopped meanwhile."""
+    floor = Floor("w0", "w1")
+    floor.report("w0", local_step=5, round=1)
+    floor.force.left_loop("w0")
+    floor.form("w0", "w1")
+    last = {"local_step": 6, "round": 2}  # of the generation before; the report arrives late
+    floor.stay_in_step("w0", 60.0, **last, generation=1)
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 10.0, **last)  # the group has formed
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 1.0, **last)
+    assert floor.force.stuck() == [("w0", 10.5)]
+
+
+def test_a_worker_that_never_enters_its_generation_is_stuck():
+    """The group's own time-out of 60 s should have ended the wait."""
+    floor = Floor("w0", "w1")
+    floor.report("w0", local_step=5)
+    floor.force.left_loop("w0")
+    floor.form("w0", "w1")
+    floor.stay_in_step("w0", 70.0, local_step=5, generation=1)
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 0.5, local_step=5, generation=1)
+    assert floor.force.stuck() == [("w0", 70.5)]
+
+
 def test_a_step_may_take_longer_while_processes_start_that_read_its_samples():
     floor = Floor("w0")
     floor.report("w0", local_step=5, step_s=0.1, is_starting=True)
