@@ -415,7 +415,8 @@ class Controller:
             self._worker_pool.lose(name, reason)
         elif name == "center" or name.startswith("shard"):
             self._log(f"{name} was lost: {reason}")
-            self._worker_pool.count_loss(name, reason)
+            if not self._center_manager.is_lost:  # otherwise it is restarted anyway
+                self._worker_pool.count_loss(name, reason)
             self._center_manager.is_lost = True
         self._stop_waiting_for(name)
 

@@ -26,6 +26,10 @@ class StartTimeouts:
         self._placed_at: dict[str, float | None] = {}
         self._checked_at = clock()
 
+    def __contains__(self, who: str) -> bool:
+        """Whether a process was requested and has not answered yet."""
+        return who in self._placed_at
+
     def begin(self, who: str) -> None:
         """Note that a process was requested."""
         self._placed_at[who] = None

@@ -437,10 +437,11 @@ class RayWorkerGroup:
             self._request_backup()
         for index in range(1, len(self._shards)):
             who = f"shard {index}"
-            if who not in polled:
+            is_starting = who in self._starts
+            if who not in polled and (is_starting or who in self._places):  # else it was lost
                 ref = self._shards[index].ping.remote()
                 self._calls.expect(ref, who, self._on_ping, can_wait=True)
-                if who in self._places:  # otherwise it starts, and has no lease yet
+                if not is_starting:  # its lease begins with its first answer
                     self._heartbeats.expect_answer(who)
         handlers = [call.handle for call in self._calls if call.who == "evaluator"]
         if self._evaluator is not None and handlers and _on_progress not in handlers:

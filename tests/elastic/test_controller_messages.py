@@ -21,6 +21,7 @@ from raydl.core.worker_group import (
     WorkerReady,
 )
 from raydl.elastic.run_state import State
+from raydl.errors import ProcessLostError
 
 DIED = "the actor died"
 
@@ -191,6 +192,17 @@ def test_a_lost_center_is_rebuilt_from_the_worker_with_the_newest_ledger():
     )  # fmt: skip
     told = stage.step(replace(third, round=7, ledger_round=5))
     assert ("rebuild_center", "w1") in told
+
+
+def test_further_shards_that_are_lost_before_the_center_is_rebuilt_are_no_further_losses():
+    """A worker in a long round leaves late, and the node of several shards may be gone."""
+    stage = stage_of(max_restarts=1)
+    stage.step(Lost("shard 1", DIED), *stage.end("broken", 9, "w0"))
+    stage.step(Lost("shard 2", DIED), Lost("center", DIED))
+    assert stage.state is State.RECOVERING
+    assert ("rebuild_center", "w1") in stage.step(*stage.end("broken", 11, "w1"))
+    with pytest.raises(ProcessLostError, match="loss 2 in a row"):
+        stage.step(Lost("shard 1", DIED))  # of the new center
 
 
 def test_the_center_is_rebuilt_from_a_checkpoint_that_is_newer_than_every_copy():

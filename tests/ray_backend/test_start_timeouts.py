@@ -153,6 +153,16 @@ def test_a_shard_has_a_lease_from_its_first_answer_on():
     assert group.leased == ["shard 2"]
 
 
+def test_a_lost_shard_is_not_polled_until_the_center_is_started_again():
+    """Each poll would fail at once, and report one more loss."""
+    group = StartingShards()
+    for index in (1, 2):
+        group._on_ping((index, ("node", index), Refused("process", 0)))
+    assert group._lose("shard 1", "its node was lost") == [Lost("shard 1", "its node was lost")]
+    group.ask_again()
+    assert [shard.ping.remote.called for shard in group._shards[1:]] == [False, True]
+
+
 def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
     group, now = StartingShards(), [0.0]
     group._starts = StartTimeouts(60.0, clock=lambda: now[0])
