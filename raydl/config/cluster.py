@@ -37,7 +37,8 @@ class ScalingConfig:
     Ray and torch; on Linux, unless the job's runtime environment chooses the Python of the workers.
     """
     start_timeout_s: float = 600.0
-    """Longest wait for MIN workers, at the start or after losses, in seconds."""
+    """Longest wait for MIN workers, at the start or after losses, and for a started worker to be
+    ready, in seconds."""
 
     def __post_init__(self) -> None:
         low, high = self.min_workers, self.max_workers

@@ -1,7 +1,8 @@
-"""Time-outs for the first answer of processes that start.
+"""Time-outs for processes that start.
 
 A process that waits for resources may do so as long as the run lasts. Once a node holds it, it
-imports its libraries and answers. This time-out finds a process that does not.
+imports its libraries and answers. This time-out finds a process that does not. Another one finds a
+worker that answers, but whose setup does not end.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ _CHECK_EVERY_S = 5.0
 
 
 class StartTimeouts:
-    """The processes that have not answered yet, and since when a node holds each.
+    """The processes that have not answered a call yet, and since when a node holds each.
 
     Args:
-        timeout_s: the longest wait for the first answer of a process on a node, in seconds.
+        timeout_s: the longest wait for the answer of a process on a node, in seconds.
         clock: seconds, rising.
     """
 

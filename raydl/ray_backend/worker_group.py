@@ -149,6 +149,7 @@ class RayWorkerGroup:
         self._calls = PendingCalls()
         self._heartbeats = Heartbeats(job.config.elastic.lease_s)
         self._starts = StartTimeouts(job.config.elastic.max_busy_s)
+        self._setups = StartTimeouts(job.config.scaling.start_timeout_s)
         self._notices = Notices()
         self._avoided: set[str] = set()
         self._liveness = Liveness()
@@ -213,12 +214,13 @@ class RayWorkerGroup:
         ]
         self._shards = [center, *others]
         self._is_center_up = False
-        for index in range(1, len(self._shards)):
-            self._starts.begin(f"shard {index}")
+        for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
+            self._starts.begin(who)
         started = center.start_center.remote(self._job, snapshot, others, optimizer)
         self._calls.expect(started, "center", self._on_center_started)
 
     def _on_center_started(self, place: Place) -> list[Event]:
+        self._starts.end("center")
         self._places["center"] = place
         self._is_center_up = True
         return []
@@ -269,6 +271,7 @@ class RayWorkerGroup:
         worker = WorkerActor.options(**self._options(**options)).remote()  # type: ignore[attr-defined]
         self._workers[worker_id] = worker
         self._starts.begin(worker_id)
+        self._setups.begin(worker_id)
         self._calls.expect(worker.ping.remote(), worker_id, partial(self._on_alive, worker_id))
         ref = worker.setup.remote(
             self._job,
@@ -295,6 +298,7 @@ class RayWorkerGroup:
     def _on_set_up(
         self, worker_id: str, own_state: SavedState | None, answer: tuple[Place, bool]
     ) -> list[Event]:
+        self._setups.end(worker_id)
         place, has_state = answer
         if has_state or own_state is None:
             return self._note_ready(worker_id, place)
@@ -341,6 +345,7 @@ class RayWorkerGroup:
         self._places.pop(who, None)
         self._heartbeats.answer(who)
         self._starts.end(who)
+        self._setups.end(who)
 
     def close(self) -> None:
         """End the actors at once."""
@@ -369,7 +374,11 @@ class RayWorkerGroup:
         for who in self._heartbeats.expired():
             self._events += self._on_lease_expired(who)
         for who, waited_s in self._starts.expired(self._is_placed):
-            self._events += self._on_start_expired(who, waited_s)
+            reason = f"its process has not answered since it started, {waited_s:.0f} s ago"
+            self._events += self._on_start_expired(who, f"{reason} (elastic.max_busy_s)")
+        for who, waited_s in self._setups.expired(lambda who: who not in self._starts):
+            reason = f"its setup has not ended for {waited_s:.0f} s (scaling.start_timeout_s)"
+            self._events += self._on_start_expired(who, reason)
         events, self._events = self._events, []
         return events
 
@@ -404,20 +413,19 @@ class RayWorkerGroup:
         return self._lose(who, f"it did not answer for {silent_s:.0f} s ({setting}){why}")
 
     def _place_of_starting(self, who: str) -> Place | None:
-        """Return the place of a worker or a shard that has not answered yet."""
+        """Return the place of a worker or a shard that starts."""
         actor = self._workers[who] if who in self._workers else self._shards[_index_of(who)]
         return place_of(actor)
 
     def _is_placed(self, who: str) -> bool:
         return self._place_of_starting(who) is not None
 
-    def _on_start_expired(self, who: str, waited_s: float) -> list[Event]:
-        """End a process that a node holds, but that has never answered."""
+    def _on_start_expired(self, who: str, reason: str) -> list[Event]:
+        """End a process that a node holds, but that has not started in time."""
         place = self._place_of_starting(who)
         if place is not None:  # it may be stopped, and receive no call
             kill_process(place, home=self._home)
-        reason = f"its process has not answered since it started, {waited_s:.0f} s ago"
-        return self._lose(who, f"{reason} (elastic.max_busy_s)")
+        return self._lose(who, reason)
 
     def _poll_processes(self) -> None:
         """Poll all processes, except those that owe an answer, twice a second at most."""

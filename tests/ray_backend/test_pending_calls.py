@@ -54,7 +54,8 @@ class Bare(RayWorkerGroup):
 
     def __init__(self):
         self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
-        self._shards, self._places, self._starts = [], {}, StartTimeouts(600.0)
+        self._shards, self._places = [], {}
+        self._starts, self._setups = StartTimeouts(600.0), StartTimeouts(600.0)
         self._workers = {"w0": Mock()}
         self._collected = {}
         self._backup = _Backup(is_needed=True)

@@ -11,7 +11,7 @@ import ray
 from clusters import BOUND_S
 from processes import stopped_processes
 
-from raydl.config import ElasticConfig, ScalingConfig
+from raydl.config import ElasticConfig, ExchangeConfig, ScalingConfig
 from raydl.core.worker_group import Lost, Refused
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.ray_backend import fork_server
@@ -92,7 +92,8 @@ class OneWorker(RayWorkerGroup):
         ))  # fmt: skip
         self._home, self._polled_at = node_here(), time.monotonic() + 1e6
         self._calls, self._heartbeats, self._liveness = PendingCalls(), Heartbeats(10.0), Liveness()
-        self._starts, self._notices = StartTimeouts(patience_s), Notices()
+        self._starts, self._setups = StartTimeouts(patience_s), StartTimeouts(600.0)
+        self._notices = Notices()
         self._avoided, self._reported_busy = set(), set()
         self._workers, self._spares, self._places = {}, {}, {}
         self._events, self._from_threads = [], []
@@ -126,7 +127,8 @@ class StartingShards(RayWorkerGroup):
 
     def __init__(self):
         self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
-        self._starts, self._places, self._workers = StartTimeouts(600.0), {}, {}
+        self._starts, self._setups = StartTimeouts(600.0), StartTimeouts(600.0)
+        self._places, self._workers = {}, {}
         self._shards, self._events = [Mock(), Mock(), Mock()], []
         self._notices = SimpleNamespace(new=lambda homes: {})
         self._is_center_up, self._evaluator = False, None
@@ -173,3 +175,75 @@ def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
         now[0] += 5.0
         given_up += group._starts.expired(group._is_placed)
     assert given_up[0] == ("shard 1", 65.0)
+
+
+NODE = "0" * 56
+
+
+class Starting(RayWorkerGroup):
+    """A worker group whose processes start on a node at once, on a clock of its own."""
+
+    def __init__(self):
+        self.now, self.killed = 0.0, []
+        self._job = SimpleNamespace(config=SimpleNamespace(
+            scaling=ScalingConfig(), elastic=ElasticConfig(), exchange=ExchangeConfig()
+        ))  # fmt: skip
+        self._home, self._runtime_env, self._threads = NODE, None, 1
+        self._calls, self._heartbeats, self._liveness = Mock(), Heartbeats(10.0), Liveness()
+        self._calls.wait.return_value = []
+        self._starts = StartTimeouts(60.0, clock=lambda: self.now)
+        self._setups = StartTimeouts(600.0, clock=lambda: self.now)
+        self._workers, self._spares, self._places, self._shards = {}, {}, {}, []
+        self._events, self._from_threads, self._reported_busy = [], [], set()
+        self._train = self._prepare = self._non_trainable = None
+        self._polled_at = time.monotonic() + 1e6
+
+    def polls(self, *, until):
+        """Poll every second until then; return the losses."""
+        lost = []
+        while self.now < until:
+            self.now += 1.0
+            lost += self.poll(0.25)
+        return lost
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    group, where = Starting(), "raydl.ray_backend.worker_group"
+    for name in ("WorkerActor", "CenterActor", "ray.kill"):
+        monkeypatch.setattr(f"{where}.{name}", Mock())
+    monkeypatch.setattr(f"{where}.place_of", lambda actor: ("node", 3))
+    monkeypatch.setattr(f"{where}.kill_process", lambda place, home: group.killed.append(place))
+    return group
+
+
+def test_a_worker_whose_setup_never_ends_is_lost(starting):
+    """It waits for a driver of the GPU, or for a file system, and answers meanwhile."""
+    starting._start_worker("w0", {})
+    starting.polls(until=50.0)
+    starting._on_alive("w0", None)
+    assert starting.polls(until=650.0) == []
+    why = "its setup has not ended for 605 s (scaling.start_timeout_s)"
+    assert starting.polls(until=660.0) == [Lost("w0", why)]
+    assert starting.killed == [("node", 3)]
+
+
+def test_a_worker_that_was_set_up_has_no_time_limit_for_its_setup(starting):
+    starting._start_worker("w0", {})
+    starting._on_set_up("w0", None, (("node", 3), False))
+    starting._on_alive("w0", None)
+    assert starting.polls(until=2000.0) == []
+
+
+def test_a_center_that_never_starts_is_lost(starting):
+    starting._start_center(None)
+    assert starting.polls(until=60.0) == []
+    (lost,) = starting.polls(until=70.0)
+    assert (lost.name, lost.reason.partition(",")[0]) == (
+        "center",
+        "its process has not answered since it started",
+    )
+    starting._start_center(None)
+    starting._on_center_started(("node", 3))
+    starting._is_center_up = False  # no further poll
+    assert starting.polls(until=1000.0) == []
