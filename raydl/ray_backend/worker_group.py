@@ -346,6 +346,8 @@ class RayWorkerGroup:
         self._heartbeats.answer(who)
         self._starts.end(who)
         self._setups.end(who)
+        if who == "center":  # the next one may continue from an earlier round
+            self._drop_collection()
 
     def close(self) -> None:
         """End the actors at once."""
@@ -529,8 +531,7 @@ class RayWorkerGroup:
         if not call.task:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
-            self._calls.forget(lambda other: other.task == "checkpoint")
-            self._release_held()
+            self._drop_collection()
         return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
@@ -675,8 +676,7 @@ class RayWorkerGroup:
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Collect the center of a round; the workers hold their states until they are written."""
-        self._calls.forget(lambda call: call.task == "checkpoint")
-        self._release_held(but=round)
+        self._drop_collection(but=round)
         self._held = round, worker_ids
         self._collected = dict.fromkeys(("center", *worker_ids))
         center = self._center.get_to_write.remote(round)
@@ -686,8 +686,13 @@ class RayWorkerGroup:
             on_held = partial(self._on_held, worker_id, round)
             self._calls.expect(held, worker_id, on_held, task="checkpoint")
 
-    def _release_held(self, *, but: int = -1) -> None:
-        """Release the states that workers hold for a checkpoint that was given up."""
+    def _drop_collection(self, *, but: int = -1) -> None:
+        """Drop the collection under way, and release the states that workers hold for it.
+
+        Args:
+            but: a round whose states they keep, since it is collected again.
+        """
+        self._calls.forget(lambda call: call.task == "checkpoint")
         round, worker_ids = self._held
         self._held = -1, ()
         for worker_id in worker_ids:

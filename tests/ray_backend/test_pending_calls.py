@@ -57,7 +57,7 @@ class Bare(RayWorkerGroup):
         self._shards, self._places = [], {}
         self._starts, self._setups = StartTimeouts(600.0), StartTimeouts(600.0)
         self._workers = {"w0": Mock()}
-        self._collected = {}
+        self._collected, self._held = {}, (-1, ())
         self._backup = _Backup(is_needed=True)
         self.started_with = []
 
@@ -115,6 +115,25 @@ def test_the_score_of_a_center_that_was_made_again_does_not_come(worker_group):
     assert worker_group._calls.pop_call("score") is None
     assert worker_group._calls.pop_call("state") is not None
     assert worker_group._calls.pop_call("opened").who == "center"
+
+
+@pytest.mark.parametrize(
+    "lose", [lambda g: g._lose("center", "died"), lambda g: g.rebuild_center(None)]
+)
+def test_a_checkpoint_is_dropped_if_the_center_is_lost_before_all_workers_have_answered(
+    worker_group, lose, monkeypatch
+):
+    """The next center may continue from an earlier round."""
+    monkeypatch.setattr("raydl.ray_backend.worker_group.ray.kill", Mock())
+    worker, center = worker_group._workers["w0"], Mock()
+    worker_group._shards = [center]
+    worker_group._on_center_started(("node", 3))
+    worker_group.collect(20, ("w0",))
+    answer = worker_group._calls.pop_call(center.get_to_write.remote.return_value)
+    assert answer.handle(center_of(20)) == []
+    lose(worker_group)
+    assert worker_group._calls.pop_call(worker.hold_kept.remote.return_value) is None
+    worker.release.remote.assert_called_once_with(20)
 
 
 # many answers
