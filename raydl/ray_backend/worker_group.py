@@ -485,16 +485,20 @@ class RayWorkerGroup:
         """Whether a call is repeated regularly, so that its answer renews a lease."""
         return call.handle in (_on_report, self._on_poll, self._on_ping)
 
-    def _on_answer(self, ref: Any, call: Call) -> list[Event]:
+    def _renew_lease(self, call: Call) -> None:
         if self._is_poll(call):
             self._heartbeats.answer(call.who)
+
+    def _on_answer(self, ref: Any, call: Call) -> list[Event]:
         try:
-            return call.handle(ray.get(ref))
+            answer = ray.get(ref)
+            self._renew_lease(call)
+            return call.handle(answer)
         except RayTaskError as error:
+            self._renew_lease(call)  # the process itself raised it
             return self._on_task_error(error, call)
         except ActorUnavailableError:
-            if self._is_poll(call):
-                self._heartbeats.expect_answer(call.who)  # the next poll may succeed
+            if self._is_poll(call):  # the process still owes an answer; the next poll may succeed
                 return []
             return self._give_up_or_lose(call, "the connection to it broke")
         except RayError as error:

@@ -4,13 +4,19 @@ from unittest.mock import Mock
 
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from raydl.core.progress import Progress
 from raydl.elastic.heartbeat import Heartbeats
-from raydl.ray_backend.pending_calls import PendingCalls, in_few_words
+from raydl.ray_backend.pending_calls import Call, PendingCalls, in_few_words
 from raydl.ray_backend.start_timeouts import StartTimeouts
-from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup
+from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup, _on_report
 
 PROCESS = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -134,6 +140,46 @@ def test_a_checkpoint_is_dropped_if_the_center_is_lost_before_all_workers_have_a
     lose(worker_group)
     assert worker_group._calls.pop_call(worker.hold_kept.remote.return_value) is None
     worker.release.remote.assert_called_once_with(20)
+
+
+# leases
+
+
+@pytest.fixture
+def poll(worker_group, monkeypatch):
+    """Poll a worker every second for some time; return the seconds at which its lease was over."""
+    now = [0.0]
+    worker_group._heartbeats = Heartbeats(10.0, clock=lambda: now[0])
+
+    def poll(get, *, for_s):
+        monkeypatch.setattr("raydl.ray_backend.worker_group.ray.get", get)
+        over = []
+        for _ in range(for_s):
+            worker_group._heartbeats.expect_answer("w0")
+            now[0] += 1.0
+            worker_group._on_answer("answer", Call("w0", _on_report))
+            over += [now[0]] if worker_group._heartbeats.expired() else []
+        return over
+
+    return poll
+
+
+def test_a_connection_that_fails_at_every_poll_does_not_renew_the_lease(poll):
+    unavailable = Mock(side_effect=ActorUnavailableError("no route to the host", b"a" * 16))
+    assert poll(unavailable, for_s=10) == []
+    assert poll(unavailable, for_s=1) == [11.0]
+
+
+def test_a_poll_that_succeeds_after_failed_ones_renews_the_lease(poll):
+    unavailable = Mock(side_effect=ActorUnavailableError("no route to the host", b"a" * 16))
+    poll(unavailable, for_s=9)
+    assert poll(Mock(), for_s=1) == []
+    assert poll(unavailable, for_s=10) == []
+
+
+def test_an_error_that_a_process_raises_renews_its_lease(poll):
+    raised = Mock(side_effect=RayTaskError("report", "a traceback", ValueError("a mistake")))
+    assert poll(raised, for_s=30) == []
 
 
 # many answers
