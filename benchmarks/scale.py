@@ -571,7 +571,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Values:
             self._workers = dict(workers)
             self._places = dict.fromkeys(["center", *workers], (self._home, os.getpid()))
             self._events = [WorkerReady(w) for w in workers]
-            self._shards, self._is_open = [actor.remote()], True
+            self._shards, self._is_center_up = [actor.remote()], True
             for worker_id, worker in workers.items():
                 self._calls.expect(worker.run.remote(), worker_id, lambda end: [], generation=1)
 
