@@ -10,7 +10,8 @@
     ├── ResourceError               the cluster cannot hold what was requested
     │   └── CapacityError           the cluster did not provide it in time
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
-    │   └── StateLostError          a worker was lost before its state was written
+    │   ├── StateLostError          a worker was lost before its state was written
+    │   └── UnreadableCheckpointError  a machine or the storage failed while it was read
     ├── StorageSilentError          a run's storage does not answer
     ├── StepError                   a local step gave values that must not reach the center
     │   └── NonFiniteError          weights, gradients or buffers are NaN, infinite or too large
@@ -223,6 +224,12 @@ class StateLostError(CheckpointError):
 
     def __str__(self) -> str:
         return f"the state of {self.worker_id} was not written: {self.problem}"
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A machine or the storage failed while a checkpoint was read; it may be whole."""
+
+    exit_status = WORTH_RETRYING
 
 
 class StorageSilentError(RaydlError):

@@ -24,6 +24,7 @@ EXAMPLES = [
     errors.ResourceError("2 workers do not fit"),
     errors.CheckpointError("runs/x", "there is none"),
     errors.StateLostError("w1", "its process was killed"),
+    errors.UnreadableCheckpointError("runs/x", "state.safetensors cannot be read"),
     errors.StorageSilentError("s3://kept/runs/x", 45.2, "to write status.json"),
     errors.StepError("w1", 12, "its weights are not finite"),
     errors.NonFiniteLossError("w1", 12, float("inf")),

@@ -32,10 +32,10 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,12 @@ from raydl.core import tensor_files
 from raydl.core.progress import Progress
 from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, unpack
 from raydl.core.tensor_files import TensorFile
-from raydl.errors import CheckpointError, StateLostError
+from raydl.errors import (
+    CheckpointError,
+    StateLostError,
+    UnreadableCheckpointError,
+    failure_of_machine,
+)
 from raydl.redaction import redact
 from raydl.storage import Storage, Sum, below, in_words
 
@@ -57,6 +62,11 @@ _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
 _CANCEL_S = 10.0
 """Time-out for distant workers to stop writing, in seconds."""
+_NUM_TRIES = 3
+"""Number of attempts to read a file."""
+_PAUSE_S = 1.0
+"""Pause between two attempts, in seconds."""
+_Content = TypeVar("_Content")
 _Types = dict[str, tuple[type, ...]]
 _MANIFEST: _Types = {
     "round": (int,),
@@ -87,7 +97,10 @@ class Checkpoint:
 
 
 class _DamagedError(CheckpointError):
-    """A checkpoint is damaged, so an older one may be read. A newer format is no damage."""
+    """A checkpoint is damaged, so an older one may be read.
+
+    A newer format is no damage, nor is an error of the storage while it is read.
+    """
 
 
 class CheckpointStore:
@@ -97,12 +110,21 @@ class CheckpointStore:
         storage: the run's folder.
         keep: number of whole checkpoints to keep.
         driver_epoch: the number of this start of the run.
+        sleep: waits between two attempts to read a file.
     """
 
-    def __init__(self, storage: Storage, *, keep: int = 2, driver_epoch: int = 1) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        keep: int = 2,
+        driver_epoch: int = 1,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._storage = storage
         self._keep = keep
         self._epoch = driver_epoch
+        self._sleep = sleep
         self._damaged: set[str] = set()
         self.root = storage.root
         """Path or URI of the run's folder."""
@@ -338,10 +360,13 @@ class CheckpointStore:
     def read(self) -> tuple[Checkpoint, list[str]]:
         """Return the newest whole checkpoint, and a sentence for each newer, damaged one.
 
-        The next write deletes the damaged ones.
+        The next write deletes the damaged ones. One that cannot be read may be whole, so no older
+        one is returned in its place.
 
         Raises:
-            CheckpointError: there is none, all are damaged, or the newest is of a newer format.
+            UnreadableCheckpointError: the machine or the storage failed while it was read.
+            CheckpointError: there is none, all are damaged, or the newest that is not damaged
+                cannot be read or is of a newer format.
         """
         damage: list[str] = []
         for name in reversed(self._whole()):
@@ -351,7 +376,7 @@ class CheckpointStore:
                 self._damaged.add(name)
                 damage.append(str(error))
             else:
-                self._damaged.discard(name)  # the storage may have failed last time
+                self._damaged.discard(name)  # its files may have been restored
                 self._read_name = name
                 return checkpoint, damage
         raise CheckpointError(
@@ -393,34 +418,52 @@ class CheckpointStore:
 
     def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
         """Return the content of a file that matches its manifest."""
-        path, expected = self._entry(name, file_name, manifest)
-        with self._unreadable_is_damage(name, file_name):
-            data = self._storage.read_whole(path)
+        expected = self._entry(name, file_name, manifest)
+        data = self._read_file(name, file_name, self._storage.read_whole)
         self._compare(name, file_name, Sum.of([data]), expected)
         return data
 
     def _verified(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
         """Read a file in pieces, compare it with the manifest, and return its place."""
-        path, expected = self._entry(name, file_name, manifest)
-        with self._unreadable_is_damage(name, file_name):
-            found = Sum.of(self._storage.read_pieces(path))
+        expected = self._entry(name, file_name, manifest)
+        found = self._read_file(name, file_name, lambda p: Sum.of(self._storage.read_pieces(p)))
         self._compare(name, file_name, found, expected)
-        return SavedState(self._storage, path, expected)
+        return SavedState(self._storage, f"{_FOLDER}/{name}/{file_name}", expected)
 
-    def _entry(self, name: str, file_name: str, manifest: dict[str, Any]) -> tuple[str, Sum]:
-        """Return the path of a file, and its size and checksum in the manifest."""
+    def _entry(self, name: str, file_name: str, manifest: dict[str, Any]) -> Sum:
+        """Return the size and the checksum of a file in the manifest."""
         entry = manifest["files"].get(file_name)
         if entry is None:
             raise _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
-        return f"{_FOLDER}/{name}/{file_name}", Sum(entry["bytes"], entry["crc32"])
+        return Sum(entry["bytes"], entry["crc32"])
 
-    @contextmanager
-    def _unreadable_is_damage(self, name: str, file_name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            problem = f"{file_name} cannot be read: {error}"
-            raise _DamagedError(self._path(name), problem) from error
+    def _read_file(self, name: str, file_name: str, read: Callable[[str], _Content]) -> _Content:
+        """Return what a function reads from a file's path; after an error, try again.
+
+        Raises:
+            _DamagedError: the file is missing.
+            UnreadableCheckpointError: the machine or the storage failed each time.
+            CheckpointError: the file cannot be read for another reason, such as its permissions.
+        """
+        tries = 1
+        while True:
+            try:
+                return read(f"{_FOLDER}/{name}/{file_name}")
+            except FileNotFoundError as error:
+                raise _DamagedError(self._path(name), f"{file_name} is missing") from error
+            except OSError as error:
+                if tries == _NUM_TRIES:
+                    raise self._unreadable(name, file_name, error) from error
+            tries += 1
+            self._sleep(_PAUSE_S)
+
+    def _unreadable(self, name: str, file_name: str, error: OSError) -> CheckpointError:
+        kind = UnreadableCheckpointError if failure_of_machine(error) else CheckpointError
+        return kind(
+            self._path(name),
+            f"{file_name} cannot be read: {in_words(error)}; the checkpoint may be whole, so "
+            f"nothing is deleted: try again, or move its folder away to use the one before it",
+        )
 
     def _compare(self, name: str, file_name: str, found: Sum, expected: Sum) -> None:
         if found != expected:
@@ -494,14 +537,15 @@ class CheckpointStore:
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
 
     def _manifest(self, name: str) -> dict[str, Any]:
+        data = self._read_file(name, "manifest.json", self._storage.read_bytes)
         try:
-            manifest = json.loads(self._storage.read_bytes(_manifest_path(name)))
+            manifest = json.loads(data)
             _require(manifest, {"format": (int,)})
             if manifest["format"] < 1:
                 raise ValueError(f"there is no format {manifest['format']}")
             if manifest["format"] <= FORMAT:
                 return _checked(manifest)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise _DamagedError(self._path(name), f"its manifest is damaged: {error}") from error
         raise CheckpointError(
             self._path(name),

@@ -1,5 +1,6 @@
 """A checkpoint is whole or absent, and plain PyTorch reads it."""
 
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from safetensors.torch import save as save_tensors
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.core.saved_state import pack, unpack
-from raydl.errors import CheckpointError, ConfigError
+from raydl.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from raydl.storage import Storage
 
 
@@ -350,6 +351,81 @@ def test_the_center_is_not_read_from_a_checkpoint_found_damaged(tmp_path):
     cut(tmp_path, "round-00000002", "center.safetensors")
     store.read()
     assert store.read_center()[1] == 1
+
+
+class Unreadable(Storage):
+    """A storage that fails a number of times to read one file."""
+
+    def __init__(self, root, name, error, *, times):
+        super().__init__(root)
+        self.name, self.error, self.times = name, error, times
+
+    def _fail(self, name):
+        if name.endswith(self.name) and self.times:
+            self.times -= 1
+            raise self.error
+
+    def read_bytes(self, name):
+        self._fail(name)
+        return super().read_bytes(name)
+
+    def read_pieces(self, name):
+        self._fail(name)
+        yield from super().read_pieces(name)
+
+
+STALE = OSError(errno.ESTALE, "stale file handle")
+BUSY = OSError("When reading: AWS Error SLOW_DOWN during GetObject operation: reduce the rate")
+FILES = ["manifest.json", "center.safetensors", "state.safetensors", "worker-w1.safetensors"]
+
+
+def unreadable(root, name, error, *, times):
+    """Return a store of two checkpoints the newest of which has a file that cannot be read."""
+    for round in (1, 2):
+        CheckpointStore(Storage(str(root))).write(make(round))
+    storage = Unreadable(str(root), f"round-00000002/{name}", error, times=times)
+    pauses = []
+    return CheckpointStore(storage, keep=1, driver_epoch=2, sleep=pauses.append), pauses
+
+
+@pytest.mark.parametrize("error", [STALE, BUSY])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(tmp_path, name, error):
+    store, pauses = unreadable(tmp_path, name, error, times=2)
+    checkpoint, damage = store.read()
+    assert (checkpoint.progress.round, damage) == (2, [])
+    assert len(pauses) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_checkpoint_that_cannot_be_read_ends_the_resume_and_is_not_passed_over(tmp_path, name):
+    """It may be whole: a run that resumed from an older one would delete its progress."""
+    store, _ = unreadable(tmp_path, name, STALE, times=-1)
+    with pytest.raises(UnreadableCheckpointError, match=f"{name} cannot be read: stale") as caught:
+        store.read()
+    assert caught.value.exit_status == 75
+    assert store.names() == ["round-00000001", "round-00000002"]
+    assert store.find_damage() == [str(caught.value)]
+    checkpoint, damage = CheckpointStore(Storage(str(tmp_path))).read()
+    assert (checkpoint.progress.round, damage) == (2, [])
+
+
+def test_a_file_without_read_permission_is_no_failure_of_a_machine(tmp_path):
+    denied = PermissionError(errno.EACCES, "permission denied")
+    store, _ = unreadable(tmp_path, "state.safetensors", denied, times=-1)
+    with pytest.raises(CheckpointError, match="cannot be read: permission denied") as caught:
+        store.read()
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_missing_file_is_damage_to_fall_back_from(tmp_path, name):
+    store, pauses = unreadable(tmp_path, "none", STALE, times=0)
+    (tmp_path / "checkpoints/round-00000002" / name).unlink()
+    checkpoint, damage = store.read()
+    assert checkpoint.progress.round == 1
+    assert damage[0].endswith(f"round-00000002: {name} is missing")
+    assert not pauses
 
 
 class Undeletable(Storage):
