@@ -56,6 +56,10 @@ class _CodecState:
     """The generation that the worker entered."""
     answer: np.ndarray | None = None
     """The newest answer, for a repeated message."""
+    answered: int = -1
+    """The number of the message that it answers."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a message, since with Hogwild the copies of a message may arrive at once."""
 
 
 @dataclass
@@ -278,7 +282,7 @@ class Shard:
         cell = self._cells[request.span]
         with cell.held(request.message_id):
             if self._codec:
-                return self._move_compressed(cell, self._codec, request, is_new=is_new)
+                return self._move_compressed(cell, self._codec, request)
             is_before = self._rule.sends is Sends.WEIGHTS
             before = _copied(cell.center.weights) if is_before else None
             if is_new:
@@ -290,31 +294,38 @@ class Shard:
         center.set_lr(request.lr)
         center.apply_(total, center.buffers, _tally(request))
 
-    def _move_compressed(
-        self, cell: _Cell, codec: Codec, request: Request, *, is_new: bool
-    ) -> np.ndarray | None:
+    def _move_compressed(self, cell: _Cell, codec: Codec, request: Request) -> np.ndarray | None:
         """Move a span by an encoded message, and return the encoded answer.
 
         Both sides use only values that both can decode: the worker's pull is the difference between
         its weights as decoded here and its mirror after the answer.
         """
-        state, center = cell.codec_states.get(request.message_id.worker_id), cell.center
+        state = cell.codec_states.get(request.message_id.worker_id)
         if state is None or state.entered != request.message_id.generation:
             return None  # removed since the first check; a newcomer may have its id by now
-        if not is_new and state.answer is not None:
+        with state.lock:
+            # Decided here: a copy may overtake the first one on its way to the cell's lock, and all
+            # copies need the answer to this message, whichever of them is applied.
+            if state.answered < request.message_id.sequence:
+                state.answer = self._answer(state, cell.center, codec, request)
+                state.answered = request.message_id.sequence
             return state.answer
+
+    def _answer(
+        self, state: _CodecState, center: Center, codec: Codec, request: Request
+    ) -> np.ndarray:
+        """Apply an encoded message, and return the encoded answer."""
         total = torch.empty_like(center.weights)
         codec.decode(torch.tensor(request.weights), out=total)
-        if self._rule.sends is Sends.WEIGHTS:
-            total.add_(state.mirror)
-            state.answer = _catch_up(state.mirror, center.weights, codec)
-            # As if the center were where the worker's mirror is: c + (x - mirror).
-            total.sub_(state.mirror).add_(center.weights)
+        if self._rule.sends is not Sends.WEIGHTS:
             self._apply(center, total, request)
-        else:
-            self._apply(center, total, request)
-            state.answer = _catch_up(state.mirror, center.weights, codec)
-        return state.answer
+            return _catch_up(state.mirror, center.weights, codec)
+        total.add_(state.mirror)
+        answer = _catch_up(state.mirror, center.weights, codec)
+        # As if the center were where the worker's mirror is: c + (x - mirror).
+        total.sub_(state.mirror).add_(center.weights)
+        self._apply(center, total, request)
+        return answer
 
     def state(self, members: dict[str, int] | None = None) -> ShardState:
         """Return a copy of the shard; each span as it is between two messages.

@@ -1,6 +1,7 @@
 """A shard of the center: completions, membership, copies, and shared memory."""
 
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -62,7 +63,7 @@ class Settling:
         return self.assignment
 
 
-def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, **more):
+def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, is_locked=True, **more):
     weights = torch.tensor(weights, dtype=torch.float32)
     shard = Shard(
         spans or [(0, len(weights))],
@@ -70,7 +71,7 @@ def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, **more):
         torch.tensor(buffers, dtype=torch.float32),
         rule=rule or Add(),
         make_optimizer=make_optimizer(OptimizerConfig()),
-        is_locked=True,
+        is_locked=is_locked,
         codec=parse_codec(codec) if codec else None,
         **more,
     )
@@ -233,6 +234,86 @@ def test_a_repeated_compressed_message_gets_the_same_answer(rule):
     assert moved != before
     assert shard.exchange(message).weights.tolist() == first.weights.tolist()
     assert lists(shard.state()) == moved
+
+
+class Overtaken:
+    """A lock whose first caller gets it after another one has held and released it."""
+
+    def __init__(self, lock):
+        self._lock, self._calls = lock, itertools.count()
+        self.waits, self.overtaken = threading.Event(), threading.Event()
+
+    def __enter__(self):
+        if next(self._calls) == 0:
+            self.waits.set()
+            assert self.overtaken.wait(SOON_S)
+        self._lock.__enter__()
+
+    def __exit__(self, *exception):
+        self._lock.__exit__(*exception)
+        self.overtaken.set()
+
+
+def exchange_in_thread(shard, message):
+    """Return the thread that sends a message, and the list that receives the answer."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(shard.exchange(message)))
+    thread.start()
+    return thread, answers
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("rule", [Add, Weights])
+def test_a_compressed_message_overtaken_by_its_copy_is_applied_once_and_answered_alike(
+    rule, num_before, is_locked
+):
+    codec = parse_codec("int8")
+    shards = [shard_of([3.0] * 8, rule=rule(), codec="int8", is_locked=is_locked) for _ in "ab"]
+    messages = [
+        request("w0", k, codec.encode(torch.full((8,), k + 2.0)), span=(0, 8)) for k in range(2)
+    ]
+    for shard, message in itertools.product(shards, messages[:num_before]):
+        shard.exchange(message)
+    shard, plain = shards
+    [cell] = shard._cells.values()
+    cell.lock = Overtaken(cell.lock)
+    thread, answers = exchange_in_thread(shard, messages[num_before])
+    assert cell.lock.waits.wait(SOON_S)
+    answers.append(shard.exchange(messages[num_before]))  # the copy
+    thread.join(SOON_S)
+    expected = plain.exchange(messages[num_before]).weights.tolist()
+    assert [answer.weights.tolist() for answer in answers] == [expected, expected]
+    assert lists(shard.state()) == lists(plain.state())
+
+
+class Held(Add):
+    """A rule that holds its first update until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def update_center_(self, center, total, tally, optimizer):
+        if not self.began.is_set():
+            self.began.set()
+            assert self.goes_on.wait(SOON_S)
+        super().update_center_(center, total, tally, optimizer)
+
+
+def test_with_hogwild_a_copy_waits_for_the_answer_to_the_compressed_message():
+    shard = shard_of([0.0] * 8, rule=(rule := Held()), codec="int8", is_locked=False)
+    message = request("w0", 0, parse_codec("int8").encode(torch.ones(8)), span=(0, 8))
+    first, answers = exchange_in_thread(shard, message)
+    assert rule.began.wait(SOON_S)
+    copy, others = exchange_in_thread(shard, message)
+    copy.join(0.1)  # without the wait it would be answered by now
+    assert (copy.is_alive(), others) == (True, [])
+    rule.goes_on.set()
+    for thread in (first, copy):
+        thread.join(SOON_S)
+    assert answers[0].weights.tolist() == others[0].weights.tolist()
+    assert len(rule.tallies) == 1
 
 
 @pytest.mark.parametrize("rule", [Add, Weights])
