@@ -92,6 +92,12 @@ def check_rule(rule: Rule) -> None:
     if not isinstance(sends, Sends):
         problem = f"{name}.sends must be one of raydl.core.rules.Sends, got {sends!r}"
         raise ConfigError("method.name", problem)
+    if not rule.steps_replica and sends is not Sends.GRADIENT:
+        raise ConfigError(
+            "method.name",
+            f"{name}.steps_replica must be True, because it sends {sends.value}: the center takes "
+            f"no step of the user's optimizer, so nothing would be learned",
+        )
     if strategy not in STRATEGIES:
         raise UnknownNameError(f"method.name {name}.strategy", str(strategy), STRATEGIES)
     if not isinstance(period, int) or period < 1:

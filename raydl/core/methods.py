@@ -73,6 +73,11 @@ class Method:
         return makes_one or not self.rule.steps_replica
 
     @property
+    def has_local_steps(self) -> bool:
+        """Whether replicas move between two exchanges, rather than collect gradients to send."""
+        return self.rule.sends is not Sends.GRADIENT
+
+    @property
     def needs_all_gradients(self) -> bool:
         """Whether an optimizer at the center would update a parameter without a gradient."""
         is_at_center = not self.rule.steps_replica
@@ -233,7 +238,7 @@ def _check_replicas(config: TrainConfig, method: Method) -> None:
         raise ConfigError("method.dynamic_weights", problem)
     if size == 1:
         return
-    if not method.is_sync or not method.rule.steps_replica:
+    if not method.is_sync or not method.has_local_steps:
         problem = f"is for sync methods with local steps, not for {method.name}"
         raise ConfigError("method.group_size", problem)
     for count in {max(1, scaling.min_workers), max(1, scaling.max_workers)}:
@@ -245,7 +250,7 @@ def _check_replicas(config: TrainConfig, method: Method) -> None:
 def _check_tuning(config: TrainConfig, method: Method) -> None:
     if not method.finds_tuning:
         return
-    if not method.is_sync or not method.rule.steps_replica:
+    if not method.is_sync or not method.has_local_steps:
         problem = f"can be auto for sync methods with local steps, not for {method.name}"
         raise ConfigError("method.period", f"{problem}; give a number")
     if config.method.group_size > 1:

@@ -386,7 +386,7 @@ class Replica:
         with self._parts.measure("forward_backward"):
             # A gradient to send is a sum over samples, so that ranks with fewer samples weigh
             # less in the mean.
-            scale = 1.0 if self._rule.steps_replica else float(num_samples)
+            scale = float(num_samples) if self._rule.sends is Sends.GRADIENT else 1.0
             parts = parts_of(batch, self._training.microbatches, full=self._training.batch_size)
             losses = [self._backward(part, share, scale) for part, share in parts]
             self.flat.rebind()

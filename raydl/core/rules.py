@@ -181,8 +181,8 @@ class Rule:
     Attributes:
         sends: content of a message. A rule that sends weights defines ``pull``; after any other
             exchange the replica becomes a copy of the center.
-        steps_replica: whether replicas take optimizer steps; if not, the user's optimizer is at
-            the center.
+        steps_replica: False moves the user's optimizer to the center, for a rule that sends
+            gradients, whose replicas take no steps in any case.
         strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
         period: default number of local steps between exchanges.
     """

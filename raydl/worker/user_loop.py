@@ -123,11 +123,11 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
         fragments = config.exchange.fragments
         size = cell_size(size, num_shards=1, num_fragments=fragments)
         try_rule(method.rule, size, device=trained[0].device)
-    if not method.rule.steps_replica:
+    if not method.has_local_steps:
         raise ConfigError(
             "method.name",
-            f"cannot be {method.name}: its optimizer steps at the center, and yours steps here; "
-            f"choose local-sgd with method.period 1",
+            f"cannot be {method.name}: its workers send gradients and only the center takes steps, "
+            f"but your optimizer steps here; choose local-sgd with method.period 1",
         )
     if method.finds_tuning:
         raise ConfigError("method.period", "must be a number with raydl.attach, got auto")

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from user_loops import Threads, settings
 
 import raydl
-from raydl.config import MethodConfig, TrainConfig
+from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.core.custom_rule import check_rule, try_rule
 from raydl.core.methods import METHODS, resolve
 from raydl.core.rules import MeanGradient, Outer, Rule, Sends
@@ -131,6 +131,14 @@ class SendsText(Halfway):
     sends = "weights"
 
 
+class NeverSteps(Halfway):
+    steps_replica = False
+
+
+class NeverProgresses(Halfway):
+    sends, steps_replica = Sends.PROGRESS, False
+
+
 def tried(rule, num_parameters=12):
     """Check a rule as a run does: its settings first, then the rule with the model."""
     resolve(TrainConfig(method=MethodConfig(name="own")), rule)
@@ -161,6 +169,8 @@ def tried(rule, num_parameters=12):
         ),
         (NoPeriod, "NoPeriod.period must be a whole number of at least 1, got 0"),
         (SendsText, "SendsText.sends must be one of raydl.core.rules.Sends, got 'weights'"),
+        (NeverSteps, "NeverSteps.steps_replica must be True, because it sends weights: the center"),
+        (NeverProgresses, "NeverProgresses.steps_replica must be True, because it sends progress"),
     ],
 )
 def test_a_mistake_is_reported_by_name(kind, sentence):
@@ -179,6 +189,15 @@ def test_the_message_says_where_state_belongs():
         "would share it; keep state in the optimizer that make_center_optimizer() returns "
         "(docs/algorithms.md)"
     )
+
+
+@pytest.mark.parametrize("method", [{"group_size": 2}, {"period": "auto"}])
+def test_a_rule_that_sends_gradients_is_refused_where_local_steps_are_needed(method):
+    case = TrainConfig(
+        method=MethodConfig(name="own", **method), scaling=ScalingConfig(num_workers=2)
+    )
+    with pytest.raises(ConfigError, match="for sync methods with local steps, not for own"):
+        resolve(case, Descends())
 
 
 @pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.core.rules:Elastic"])
@@ -280,6 +299,15 @@ class HoldsMore(Halfway):
         return torch.sub(replica, center, out=out).mul_(self.share)
 
 
+class Descends(Rule):
+    """c <- c - 0.1 * g, without an optimizer at the center."""
+
+    sends = Sends.GRADIENT
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.sub_(total, alpha=0.1 / tally.num_samples)
+
+
 class Masked(Halfway):
     """Holds one number per parameter of a model."""
 
@@ -299,7 +327,17 @@ class Slow(Halfway):
 
 @pytest.mark.parametrize(
     "rule",
-    [Halfway(), WithMomentum(), Waits(), Holds(), HoldsMore(), Masked(12), Slow(), MeanGradient()],
+    [
+        Halfway(),
+        WithMomentum(),
+        Waits(),
+        Holds(),
+        HoldsMore(),
+        Masked(12),
+        Slow(),
+        Descends(),
+        MeanGradient(),
+    ],
 )
 def test_a_valid_rule_is_accepted_unchanged(rule):
     before = dict(vars(rule))

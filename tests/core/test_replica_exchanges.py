@@ -112,6 +112,27 @@ def test_non_finite_values_are_not_sent_and_are_named(rule, what):
     assert exchange.sent == []
 
 
+class WithoutOptimizer(MeanGradient):
+    """A rule whose center has no optimizer of the user's."""
+
+    steps_replica = True
+
+
+def test_a_gradient_is_the_sum_over_all_samples_wherever_the_optimizer_is():
+    exchanges = [Still(), Still()]
+    for rule, exchange in zip((MeanGradient(), WithoutOptimizer()), exchanges, strict=True):
+        replica = replica_of(rule)
+        model = copy.deepcopy(replica.flat.model)
+        for batch in (batch_of(4), batch_of(8)):
+            functional.cross_entropy(model(batch[0]), batch[1], reduction="sum").backward()
+        replica.step(batch_of(4))
+        replica.step(batch_of(8), both(exchange))
+        expected = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        torch.testing.assert_close(exchange.sent[0], expected)
+        assert exchange.headers[0].num_samples == 12
+    assert torch.equal(exchanges[0].sent[0], exchanges[1].sent[0])
+
+
 # the effect of an exchange
 
 

@@ -10,6 +10,7 @@ from user_loops import Threads, copied, run_all, same, settings
 
 import raydl
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.rules import Rule, Sends
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.tasks import Classification
 
@@ -398,6 +399,15 @@ def test_an_attached_optimizer_is_not_attached_again():
 # checks before anything starts
 
 
+class Descends(Rule):
+    """c <- c - 0.1 * g, without an optimizer at the center."""
+
+    sends = Sends.GRADIENT
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.sub_(total, alpha=0.1 / tally.num_samples)
+
+
 def held_by_nobody():
     return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
 
@@ -407,6 +417,7 @@ def held_by_nobody():
     [
         ({"method": "sync-easdg"}, "method.name has no 'sync-easdg'; did you mean sync-easgd"),
         ({"method": "sync-sgd"}, "choose local-sgd with method.period 1"),
+        ({"method": "test_user_loop:Descends"}, "choose local-sgd with method.period 1"),
         ({"num_workers": 0}, "num_workers must be 1 or more, got 0"),
         (
             {"method": "sync-easgd", "group_size": 2},
