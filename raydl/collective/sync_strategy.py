@@ -253,6 +253,7 @@ class SyncStrategy:
                 overlap=context.method.overlap and context.method.rule.sends is Sends.WEIGHTS,
                 may_compress=context.flat.weights.dtype == torch.float32
                 and may_compress(self._config),
+                max_fragments=context.flat.weights.numel(),
             ),
             time_parts=context.time_parts,
             device=context.center_device(),

@@ -25,6 +25,7 @@ the first of ``candidates`` with a small predicted share of waiting is chosen.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -81,6 +82,8 @@ class Limits:
     """Exchanges overlap with the gradient."""
     may_compress: bool = True
     """Messages may be compressed although the user did not ask for a codec."""
+    max_fragments: int = sys.maxsize
+    """Number of parameters, since none of the fragments may be empty."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ def candidates(now: ExchangeTuning, limits: Limits) -> Iterator[ExchangeTuning]:
     codecs = _CODECS if limits.may_compress and now.compression == "none" else ()
     max_delay = max(now.delay, now.period // now.fragments - 1)
     for factor in _FACTORS:
-        period, fragments = factor * now.period, factor * now.fragments
+        period = factor * now.period
+        fragments = min(factor * now.fragments, limits.max_fragments)
         if factor > 1 and period > _MAX_PERIOD:
             return
         for compression in (now.compression, *codecs):

@@ -87,14 +87,22 @@ class Method:
 def check_weights(
     model: str, parameters: Sequence[Tensor], config: TrainConfig, method: Method
 ) -> None:
-    """Raise a ShapeError if a method cannot exchange the parameters of a model.
+    """Check that a method can exchange the parameters of a model.
 
     Args:
         model: name of the model.
         parameters: trained parameters, all of one dtype.
         config: settings of the run.
         method: method of the run.
+
+    Raises:
+        ShapeError: if their dtype or values do not permit it.
+        ConfigError: if a fragment would have no parameter.
     """
+    size, fragments = sum(p.numel() for p in parameters), config.exchange.fragments
+    if fragments > size:
+        problem = f"must be at most the {size} parameters of model {model}, got {fragments}"
+        raise ConfigError("exchange.fragments", problem)
     dtype = parameters[0].dtype
     if dtype not in (torch.float32, torch.float64):
         raise ShapeError(model, f"must have float32 or float64 parameters, got {dtype}")

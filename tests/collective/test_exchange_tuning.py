@@ -112,6 +112,11 @@ def test_the_users_settings_are_kept():
         assert tuning.compression == "none"
 
 
+def test_no_fragment_is_without_a_parameter():
+    fragments = {c.period: c.fragments for c in candidates(PLAIN, Limits(max_fragments=3))}
+    assert fragments == {10: 1, 20: 2, 30: 3, 40: 3, 60: 3, 100: 3}
+
+
 def test_gathered_messages_of_many_workers_save_no_bytes():
     assert share_of_bytes("none", 16) == 1
     assert share_of_bytes("bf16", 2) == pytest.approx(0.5)

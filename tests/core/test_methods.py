@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from scenarios import loss_of, settings
 
 from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
-from raydl.core.methods import METHODS
+from raydl.core.methods import METHODS, check_weights, resolve
 from raydl.core.replica import DistanceTrend, DynamicWeights
 from raydl.core.reports import Outcome
 from raydl.core.rules import Elastic
+from raydl.errors import ConfigError
 from raydl.run.trainer import Trainer
 
 ELASTIC = [
@@ -77,6 +78,22 @@ def test_messages_are_sent_in_fragments_to_shards_with_delay(method, shards, fra
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert ensemble.center().progress.num_samples == 3 * 31
     assert np.isfinite(ensemble.center().weights).all()
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_more_fragments_than_parameters_are_refused(method):
+    """The empty ones would all end a round, and count samples that were never trained."""
+    parameters = [torch.zeros(1, 1), torch.zeros(1)]
+    fits, not_fits = (
+        settings(method, period=4, exchange=ExchangeConfig(fragments=fragments))
+        for fragments in (2, 3)
+    )
+    check_weights("tiny", parameters, fits, resolve(fits))
+    with pytest.raises(ConfigError) as caught:
+        check_weights("tiny", parameters, not_fits, resolve(not_fits))
+    assert str(caught.value) == (
+        "exchange.fragments must be at most the 2 parameters of model tiny, got 3"
+    )
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])

@@ -424,6 +424,10 @@ def held_by_nobody():
             "method.group_size must be 1 with raydl.attach, got 2",
         ),
         ({"center_shards": 2}, "exchange.center_shards must be 1 with raydl.attach, got 2"),
+        (
+            {"model": torch.nn.Linear(1, 1), "fragments": 3},
+            "exchange.fragments must be at most the 2 parameters of model Linear, got 3",
+        ),
         ({"model": torch.nn.ReLU()}, "model ReLU: has no parameter that requires a gradient"),
         ({"model": "lenet"}, "model must be a torch.nn.Module, got a str"),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
@@ -449,7 +453,7 @@ def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, se
     method = MethodConfig(
         name=change.get("method", "async-easgd"), group_size=change.get("group_size", 1)
     )
-    exchange = {"center_shards": change.get("center_shards", 1)}
+    exchange = {key: change.get(key, 1) for key in ("center_shards", "fragments")}
     config = settings(method, change.get("num_workers", 2), **exchange)
     before = copied(model) if isinstance(model, torch.nn.Module) else {}
     with pytest.raises(RaydlError, match=re.escape(sentence)):
