@@ -30,7 +30,7 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Header, host_like
+from raydl.core.exchange import Arrival, Header, counted, host_like
 from raydl.core.reports import AllreduceReport
 from raydl.core.rules import Sends, Tally
 from raydl.metrics import TimeParts
@@ -153,10 +153,12 @@ class SyncExchange:
             assert sum(pieces) == num_weights
             self._pieces = torch.split(self._message, [*pieces, rest])
 
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+    def begin(
+        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+    ) -> None:
         """Copy the message to scratch memory and start the sum."""
         assert not self._work, "an exchange is in progress"
-        self._weights.copy_(weights)
+        self._weights.copy_(counted(weights, self.center.weights, distrust))
         if self._buffers.numel():
             self._buffers.copy_(buffers)
         self._header.copy_(torch.tensor(header.numbers(), dtype=self._header.dtype))
@@ -208,10 +210,12 @@ class StagedExchange:
         self._host = host_like(self.center.weights)
         self._host_buffers = host_like(self.center.buffers)
 
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+    def begin(
+        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+    ) -> None:
         """Copy to the host and start the sum there."""
         with self._parts.measure("host_device_parameters"):
-            self._host.copy_(weights)
+            self._host.copy_(counted(weights, self.center.weights, distrust))
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
         self._inner.begin(self._host, self._host_buffers, header)
@@ -279,9 +283,12 @@ class GatheredExchange:
         self._decoded = torch.zeros_like(center.weights)
         self._seen = torch.zeros_like(center.weights)
 
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+    def begin(
+        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+    ) -> None:
         """Encode the message and start to gather all messages."""
         assert self._work is None, "an exchange is in progress"
+        weights = counted(weights, self.center.weights, distrust)
         encoded = self._message[: self._num_encoded]
         if self._sends is Sends.WEIGHTS:
             codec = self._feedback.codec

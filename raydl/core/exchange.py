@@ -69,7 +69,7 @@ class Arrival:
     sums: Header = Header()
     """Sums of the headers of all messages."""
     seen: Tensor | None = None
-    """Weights as the center decoded them, or None if no codec changed them."""
+    """Weights as the center decoded and counted them, or None if no codec changed them."""
     pull: Tensor | None = None
     """Update that the replica subtracts, if the transport computed it while it moved the center.
     If None, the replica computes it from the center before the exchange."""
@@ -90,13 +90,17 @@ class Exchange(Protocol):
         """The span of the center; until ``commit`` with its values before this exchange."""
         ...
 
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+    def begin(
+        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+    ) -> None:
         """Begin to send copies; do not wait.
 
         Args:
             weights: the rule's message for this span, shape [n].
             buffers: float buffers, shape [num_buffers].
             header: numbers sent with the message.
+            distrust: how little the weights count, 0..1: the center moves as if they were
+                ``counted(weights, center, distrust)``, for the center that they meet.
         """
         ...
 
@@ -111,6 +115,11 @@ class Exchange(Protocol):
     def commit(self) -> None:
         """Update the center. Can not fail."""
         ...
+
+
+def counted(weights: Tensor, center: Tensor, distrust: float) -> Tensor:
+    """Return x + f * (c - x): the weights, closer to the center the less they are trusted."""
+    return torch.lerp(weights, center, distrust) if distrust else weights
 
 
 class Partners(Protocol):

@@ -6,12 +6,14 @@ The local step is the same for all methods; only the transport behind
 A worker that rejoins after a failure is far from the other replicas. With dynamic weights the
 center pulls it strongly, and it moves the center little:
 
-    u       log of the distance between replica and center at an exchange
+    u       log of the distance between replica and center at an exchange; by messages, to the
+            center that the worker received last
     a       u minus the median of the preceding u
     f       0 for a <= log 2, 1 for a >= log 8, linear between
     x <- x - (alpha*(1 - f) + f) * (x - c) ; c <- c + alpha*(1 - f)*(x - c)
 
-f = 0 is elastic averaging; with f = 1 the replica restarts at the center. This is our reading of
+f = 0 is elastic averaging; with f = 1 the replica restarts at the center, which does not move. c is
+the center that the message meets, to which the worker's copy may be old. This is our reading of
 Xu and Carr, arXiv 2409.09242. We know their idea (weights from the trend of the log distance), not
 their formulas: the score f and its limits are ours.
 """
@@ -32,7 +34,7 @@ from torch.optim import Optimizer
 
 from raydl.config import TrainingConfig
 from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
-from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan
+from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, counted
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.core.rules import Rule, Sends, squared_distance
@@ -303,8 +305,9 @@ class Replica:
                 self._sent = torch.empty_like(self.flat.weights)
             self._sent[span] = self.flat.weights[span]
         message = self._message(exchange, step_plan)
-        self._check_message(message, exchange, num_samples)
-        exchange.begin(message, self.flat.buffers, header)
+        f = self._dynamic_weights.distrust_at(span.start)
+        self._check_message(counted(message, exchange.center.weights, f), exchange, num_samples)
+        exchange.begin(message, self.flat.buffers, header, f)
         if self._rule.sends is Sends.GRADIENT:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()
@@ -323,7 +326,7 @@ class Replica:
             self._dynamic_weights.note_distance(
                 span.start, self._distance_squared(exchange, weights) ** 0.5
             )
-        return self._trusted(weights, exchange)
+        return weights
 
     def _check_message(self, message: Tensor, exchange: Exchange, num_samples: int) -> None:
         """Raise a StepError if a message or the float buffers must not reach the center."""
@@ -343,11 +346,6 @@ class Replica:
             unreached = self.flat.unreached(before, exchange.span)
             if unreached:
                 raise StepError(*self._who(), no_gradient_text(unreached))
-
-    def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
-        """Return the weights to send, closer to the center the less they are trusted."""
-        f = self._dynamic_weights.distrust_at(exchange.span.start)
-        return torch.lerp(weights, exchange.center.weights, f) if f else weights
 
     def _weights_sent(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
         """Return the weights at the beginning of an exchange."""
@@ -446,14 +444,14 @@ class Replica:
             self._distances.note(exchange.span, arrival.distance_squared)
             return arrival.pull
         weights, center = self._weights_sent(exchange, step_plan), exchange.center.weights
+        f = self._dynamic_weights.distrust_at(exchange.span.start)
         sent, pull = arrival.seen, self._pull[exchange.span]
         if sent is None:
-            sent = self._trusted(weights, exchange)
+            sent = counted(weights, center, f)
         # The distance is that of the weights themselves, whatever was sent of them.
         true_squares = None if sent is weights else self._distance_squared(exchange, weights)
         squares = self._rule.measured_pull(sent, center, arrival.tally, out=pull)
         self._distances.note(exchange.span, squares if true_squares is None else true_squares)
-        f = self._dynamic_weights.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 
     def _follow(self, step_plan: StepPlan) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raydl.core.center import Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Header, Staging
+from raydl.core.exchange import Arrival, Header, Staging, counted
 from raydl.core.non_trainable import BufferChanges, NonTrainableState
 from raydl.core.rules import Sends, Tally
 from raydl.data.ledger import Span
@@ -79,9 +79,14 @@ class MessageExchange:
         self._pending: list[tuple[Span, PendingResponse]] = []
         self._responses: list[tuple[Span, Response]] = []
         self._tally = Tally(1, 1, 0.0)
+        self._distrust = 0.0
 
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+    def begin(
+        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+    ) -> None:
         """Send each shard its part and return at once; in rank order, wait for the turn first.
+
+        The shard applies the distrust: its center may be newer than the mirror.
 
         Raises:
             ExchangeError: if the turn did not come, or this worker was removed; nothing was sent.
@@ -92,11 +97,14 @@ class MessageExchange:
             session.takes_turn = False
             self._client.take_turn(session.next_message_id())
         self._tally = Tally(session.num_workers, 1, header.num_samples)
+        self._distrust = distrust
         for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
             values = self._encoded(weights.detach(), part)
             session.num_bytes += values.nbytes
-            request = session.make_request(header, part, values, buffers if is_home else None)
+            request = session.make_request(
+                header, part, values, buffers if is_home else None, distrust=distrust
+            )
             self._pending.append((part, self._client.request(shard, request)))
 
     def _at(self, part: Span) -> slice:
@@ -129,8 +137,10 @@ class MessageExchange:
             self._session.raise_if(response.refusal)
         if self._sends is Sends.WEIGHTS:
             self._update_mirror()
-        is_changed = not self._is_plain and self._sends is Sends.WEIGHTS
-        return Arrival(self._tally, seen=self._seen if is_changed else None)
+        if self._is_plain or self._sends is not Sends.WEIGHTS:
+            return Arrival(self._tally)
+        seen = counted(self._seen, self.center.weights, self._distrust)
+        return Arrival(self._tally, seen=seen)
 
     def commit(self) -> None:
         """Accept the answers; the center itself moved when it received the messages."""
@@ -213,7 +223,13 @@ class ClientSession:
         return MessageId(self._worker_id, self.generation, next(self._numbers))
 
     def make_request(
-        self, header: Header, span: Span, weights: np.ndarray, buffers: Tensor | None
+        self,
+        header: Header,
+        span: Span,
+        weights: np.ndarray,
+        buffers: Tensor | None,
+        *,
+        distrust: float = 0.0,
     ) -> Request:
         """Return a message to a shard.
 
@@ -222,6 +238,7 @@ class ClientSession:
             span: the span of the flat parameters; empty for a completion alone.
             weights: the values to send.
             buffers: float buffers, for the message that ends the round; None for any other.
+            distrust: how little the weights count, 0..1.
         """
         completion = None
         if buffers is not None:
@@ -239,6 +256,7 @@ class ClientSession:
             num_samples=header.num_samples,
             lr=self.lr,
             completion=completion,
+            distrust=distrust,
         )
 
     def raise_if(self, refusal: str) -> None:

@@ -115,6 +115,8 @@ class Request:
     num_samples: float
     lr: float
     completion: Completion | None = None
+    distrust: float = 0.0
+    """How little the weights count, 0..1: see ``raydl.core.exchange.counted``."""
 
 
 @dataclass(frozen=True)

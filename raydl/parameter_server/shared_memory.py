@@ -262,7 +262,9 @@ class MappedExchange:
         self._pending: PendingResponse | None = None
         self._response: Response | None = None
 
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+    def begin(
+        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+    ) -> None:
         """Move the center, then send the completion if a round ends.
 
         Raises:
@@ -270,6 +272,7 @@ class MappedExchange:
                 the center has not moved.
         """
         assert self._pending is None, "an exchange is in progress"
+        assert not distrust, "can_be_shared excludes dynamic weights"
         session = self._session
         self._tally = Tally(session.num_workers, 1, header.num_samples)
         with self._cell.held(session.version, session.generation):

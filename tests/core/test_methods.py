@@ -340,8 +340,8 @@ def run_in_turn(ensemble, rounds):
             worker.run_round()
 
 
-def jump(method, *, is_dynamic, compression="none"):
-    """Return how far the center moves, and how far a replica is from it after it was far away."""
+def trained(method, *, is_dynamic, compression):
+    """Return an ensemble of two workers after some rounds."""
     exchange = ExchangeConfig(compression=compression, timeout_s=20.0)
     config = settings(method, steps=40, period=2, exchange=exchange)
     config = dataclasses.replace(
@@ -349,6 +349,12 @@ def jump(method, *, is_dynamic, compression="none"):
     )
     ensemble = Ensemble(config, num_workers=2, images=tiny_images(60)).join()
     run_in_turn(ensemble, 12)
+    return ensemble
+
+
+def jump(method, *, is_dynamic, compression="none"):
+    """Return how far the center moves, and how far a replica is from it after it was far away."""
+    ensemble = trained(method, is_dynamic=is_dynamic, compression=compression)
     before, lost = torch.tensor(ensemble.now()), ensemble.workers[1].replica.flat.weights
     lost.add_(5.0)
     run_in_turn(ensemble, 1)
@@ -363,6 +369,22 @@ def test_a_replica_that_is_suddenly_far_away_hardly_moves_the_center(method, cod
     dynamic = jump(method, is_dynamic=True, compression=codec)
     assert dynamic[0] < 0.2 * plain[0]  # the center
     assert dynamic[1] < 0.2 * plain[1]  # the replica, which is close to the others at once
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("method", ["async-measgd", "hogwild-easgd", "original-easgd"])
+def test_a_replica_without_any_trust_leaves_the_center_where_the_others_have_moved_it(
+    method, codec
+):
+    ensemble = trained(method, is_dynamic=True, compression=codec)
+    one, lost = ensemble.workers
+    before = ensemble.now()
+    one.run_round()
+    moved = ensemble.now()
+    assert not np.array_equal(moved, before)
+    lost.replica.flat.weights.add_(50.0)
+    lost.run_round()
+    assert np.array_equal(ensemble.now(), moved)
 
 
 def test_each_span_is_trusted_by_its_own_distances_and_always_without_dynamic_weights():

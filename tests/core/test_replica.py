@@ -111,7 +111,7 @@ class BrokenExchange:
     def __init__(self):
         self.center = Mirror(torch.zeros(51), torch.zeros(0))
 
-    def begin(self, weights, buffers, header):
+    def begin(self, weights, buffers, header, distrust=0.0):
         pass
 
     def wait(self):

@@ -17,7 +17,7 @@ from raydl.core.compression import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Outer, Rule, Sends, Tally
+from raydl.core.rules import Elastic, Outer, Rule, Sends, Tally
 from raydl.errors import ExchangeTimeoutError
 from raydl.parameter_server.protocol import NOTHING, CellAddress, Completion, MessageId, Response
 from raydl.parameter_server.shard import Shard
@@ -101,6 +101,19 @@ def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
     state = shard.state()
     assert state.spans == [(0, 1), (2, 4)]
     assert lists(state) == [[2], [4, 5]]
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize(("distrust", "center"), [(0.0, 4.0), (0.5, 3.0), (1.0, 2.0)])
+def test_a_distrusted_message_counts_less_at_the_center_that_it_meets(codec, distrust, center):
+    """c = 2, although both workers began at 0; x = 6 and alpha = 1/2."""
+    shard = shard_of([0.0] * 8, rule=Elastic(1.0), codec=codec)
+    for worker_id, x, f in (("w0", 4.0, 0.0), ("w1", 6.0, distrust)):
+        weights = torch.full((8,), x)
+        values = weights if codec is None else parse_codec(codec).encode(weights)
+        message = dataclasses.replace(request(worker_id, 0, values, span=(0, 8)), distrust=f)
+        shard.exchange(message)
+    assert lists(shard.state())[0] == pytest.approx([center] * 8, rel=1e-5)
 
 
 def test_an_older_message_than_the_newest_is_a_repeated_one():
