@@ -234,12 +234,12 @@ def load_state(optimizer: Optimizer, state: dict[str, Any], *, copies: bool = Tr
 
 
 def copied_to_cpu(value: Any) -> Any:
-    """Return nested dicts and lists with copies of all tensors on the CPU."""
+    """Return nested dicts, lists and tuples with copies of all tensors on the CPU."""
     return map_nested(value, lambda v: v.detach().cpu().clone() if isinstance(v, Tensor) else v)
 
 
 def as_arrays(value: Any) -> Any:
-    """Return nested dicts and lists with tensors as arrays on the same memory.
+    """Return nested dicts, lists and tuples with tensors as arrays on the same memory.
 
     Ray shares arrays with processes on the same node, but copies tensors twice. Tensors of a dtype
     that NumPy lacks stay tensors.
@@ -255,7 +255,7 @@ def as_arrays(value: Any) -> Any:
 
 
 def as_tensors(value: Any) -> Any:
-    """Return nested dicts and lists with arrays copied to tensors."""
+    """Return nested dicts, lists and tuples with arrays copied to tensors."""
     return map_nested(value, lambda v: torch.tensor(v) if isinstance(v, np.ndarray) else v)
 
 

@@ -48,7 +48,7 @@ class CopyBuffers:
         self._blocks: list[_Block] = []
 
     def of(self, value: Any) -> Any:
-        """Return nested dicts and lists with copies of all tensors on the CPU.
+        """Return nested dicts, lists and tuples with copies of all tensors on the CPU.
 
         Memory of earlier copies that this copy does not need is freed.
         """
@@ -83,18 +83,23 @@ class CopyBuffers:
 
 
 def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested dicts and lists with a function applied to all values in them."""
+    """Return nested dicts, lists and tuples with a function applied to all values in them."""
     if isinstance(value, dict):
         return {key: map_nested(v, function) for key, v in value.items()}
     if isinstance(value, list):
         return [map_nested(v, function) for v in value]
+    if isinstance(value, tuple):
+        values = [map_nested(v, function) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     return function(value)
 
 
 def sizes_of(value: Any) -> list[int]:
-    """Return the bytes of each tensor in nested dicts and lists."""
+    """Return the bytes of each tensor in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return [value.nbytes]
     if isinstance(value, dict):
         value = list(value.values())
-    return [size for v in value for size in sizes_of(v)] if isinstance(value, list) else []
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [size for v in value for size in sizes_of(v)]

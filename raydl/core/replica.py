@@ -584,7 +584,7 @@ class Replica:
         """Return the state from which this replica can be resumed.
 
         Args:
-            copied: returns nested dicts and lists with copies of all tensors.
+            copied: returns nested dicts, lists and tuples with copies of all tensors.
         """
         return {
             **copied(self.tensors()),

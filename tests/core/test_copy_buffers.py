@@ -1,11 +1,13 @@
 """Copies of a state equal it, and reuse memory that no tensor refers to."""
 
 import threading
+from typing import NamedTuple
 
 import torch
 from ensembles import Ensemble, tiny_images
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.center import as_arrays, as_tensors, copied_to_cpu
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 
 LARGE = 1 << 18  # floats: a block of its own
@@ -44,6 +46,24 @@ def test_a_copy_equals_the_state_and_shares_no_memory_with_it():
     assert is_of(copy, 2.0)
     assert copy["small"][1:] == ["text", None]
     assert copy["optimizer"]["state"][0]["step"] == 3
+
+
+class Pair(NamedTuple):
+    fast: torch.Tensor
+    slow: torch.Tensor
+
+
+def test_tensors_in_tuples_are_copied_and_the_tuples_keep_their_types():
+    ones = torch.ones(LARGE), torch.ones(2)
+    state = {"averages": ones, "pair": Pair(*ones), "shape": ones[1].shape, "betas": (0.9, 0.99)}
+    copy, arrays = CopyBuffers().of(state), as_arrays(copied_to_cpu(state))
+    for tensor in ones:
+        tensor.zero_()
+    for copied in (copy, as_tensors(arrays)):
+        assert all(bool(t.eq(1).all()) for t in (*copied["averages"], *copied["pair"]))
+        assert [type(v) for v in copied.values()] == [tuple, Pair, torch.Size, tuple]
+        assert (copied["shape"], copied["betas"]) == (ones[1].shape, (0.9, 0.99))
+    assert sizes_of(state) == 2 * [4 * LARGE, 8]
 
 
 def test_the_memory_of_a_copy_is_reused_after_the_copy_is_deleted():
