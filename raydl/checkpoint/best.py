@@ -19,7 +19,7 @@ from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
 from raydl.core.tensor_files import view_of
 from raydl.core.worker_group import Evaluated
-from raydl.errors import CheckpointError
+from raydl.errors import CheckpointError, UnreadableCheckpointError, failure_of_machine
 from raydl.storage import Storage, below
 
 FILE = "best.safetensors"
@@ -89,10 +89,17 @@ class BestCenter:
         self._lock = threading.Lock()
 
     def load_earlier(self) -> list[str]:
-        """Load the best center of earlier starts, if any; return a sentence if it is damaged."""
+        """Load the best center of earlier starts, if any; return a sentence if it is damaged.
+
+        Raises:
+            UnreadableCheckpointError: the machine or the storage failed; the center may be whole,
+                and the next one must not replace it.
+        """
         if self._storage.exists(FILE):
             try:
                 _, self.kept = read_best(self._storage)
+            except UnreadableCheckpointError:
+                raise
             except CheckpointError as error:
                 return [f"{error}; the next scored center counts as the best"]
         return []
@@ -137,6 +144,7 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     """Return the best center of a run under the model's own names, with its progress and score.
 
     Raises:
+        UnreadableCheckpointError: the machine or the storage failed.
         CheckpointError: none was kept, or it is damaged.
     """
     path = below(storage.root, FILE)
@@ -146,5 +154,6 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
         center, values = tensor_files.load(storage.read_whole(FILE))
         best = Best.from_dict(values)
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(path, f"cannot be read: {error}") from error
+        kind = UnreadableCheckpointError if failure_of_machine(error) else CheckpointError
+        raise kind(path, f"cannot be read: {error}") from error
     return center, best

@@ -1,5 +1,7 @@
 """The best center is kept, whole, and found again."""
 
+import errno
+
 import numpy as np
 import pytest
 from accuracies import accuracy_of as accuracy
@@ -10,7 +12,7 @@ from recorders import make_recorder as recorder_of
 from raydl.checkpoint.best import FILE, BestCenter, read_best
 from raydl.config import CheckpointConfig, TrainConfig
 from raydl.core.flat import FlatModel
-from raydl.errors import CheckpointError
+from raydl.errors import CheckpointError, UnreadableCheckpointError
 from raydl.storage import Storage
 from raydl.worker.evaluator import Evaluator
 
@@ -100,6 +102,18 @@ def test_a_damaged_best_center_is_reported_and_replaced_by_the_next_one(tmp_path
     assert "best.safetensors: cannot be read" in sentence
     offer(best, flat, 0.1)
     assert read_best(storage)[1].metrics == {"accuracy": 0.1}
+
+
+def test_a_best_center_that_the_storage_fails_to_read_is_not_replaced(tmp_path, monkeypatch):
+    storage, flat = Storage(str(tmp_path)), flat_model()
+    storage.write_bytes(FILE, b"it may be whole")
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(storage, "read_whole", fail)
+    with pytest.raises(UnreadableCheckpointError, match=r"cannot be read: .*Stale file handle"):
+        BestCenter(storage, flat).load_earlier()
 
 
 @pytest.mark.parametrize("keep_best", [True, False])
