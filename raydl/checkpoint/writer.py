@@ -164,6 +164,22 @@ class CheckpointWriter:
         )
         self.has_failed = True
         try:
+            self._write_and_release(collected, checkpoint)
+        except StateLostError as error:
+            # After the release, which would otherwise drop the states that a new attempt holds.
+            if collected.on_loss is not None:
+                collected.on_loss(str(error))
+            raise
+        if self._unwritten is collected:
+            self._unwritten = None
+        self.has_failed, self.written_at = False, time.monotonic()
+        try:
+            self._after()
+        except OSError as error:  # the checkpoint itself is whole
+            self._failures.append(f"{error}; retrying with the next checkpoint")
+
+    def _write_and_release(self, collected: Collected, checkpoint: Checkpoint) -> None:
+        try:
             if collected.is_last:
                 self._write_last(checkpoint)
             else:
@@ -172,13 +188,6 @@ class CheckpointWriter:
             for state in collected.workers.values():
                 if not isinstance(state, dict):
                     state.release()
-        if self._unwritten is collected:
-            self._unwritten = None
-        self.has_failed, self.written_at = False, time.monotonic()
-        try:
-            self._after()
-        except OSError as error:  # the checkpoint itself is whole
-            self._failures.append(f"{error}; retrying with the next checkpoint")
 
     def _write_last(self, checkpoint: Checkpoint) -> None:
         """Write the trained weights first, then the last checkpoint, which needs more space.

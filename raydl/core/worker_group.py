@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -197,6 +197,9 @@ class Collected:
     """State of each worker, or its handle in another process, in the order of the ranks."""
     is_last: bool = False
     """Whether this is the final state of a finished run."""
+    on_loss: Callable[[str], None] | None = None
+    """Called with the reason, in any thread, if a worker was lost before its state was written. By
+    then the others have released theirs, and may hold the same round again."""
 
 
 @dataclass(frozen=True)

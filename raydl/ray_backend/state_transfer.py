@@ -45,8 +45,6 @@ class RayState:
     """The round of the state."""
     blind: set[str]
     """Workers that do not see the storage; ``RayStateWrite`` adds to it."""
-    on_loss: Callable[[str], None] | None = None
-    """Called with the reason, in any thread, if the state is lost."""
 
     def begin_write(self, storage: Storage, name: str, token: str) -> RayStateWrite:
         """Begin the write, by the worker itself if it may see the storage."""
@@ -84,10 +82,7 @@ class RayStateWrite:
                 return written
             return self.storage.write_pieces(self.name, self._pieces())
         except RayError as error:
-            lost = StateLostError(self.state.worker_id, in_few_words(error))
-            if self.state.on_loss is not None:
-                self.state.on_loss(str(lost))
-            raise lost from error
+            raise StateLostError(self.state.worker_id, in_few_words(error)) from error
 
     def _written_by_worker(self) -> Sum | None:
         """Wait while the worker makes progress; return None if it cannot write, or not now."""

@@ -710,11 +710,8 @@ class RayWorkerGroup:
         return self._events_if_complete()
 
     def _on_held(self, worker_id: str, round: int, _: int) -> list[Event]:
-        def on_loss(reason: str) -> None:
-            self._from_threads.append(lambda: [StatesLost(round, reason)])
-
         worker = self._workers[worker_id]
-        self._collected[worker_id] = RayState(worker, worker_id, round, self._blind, on_loss)
+        self._collected[worker_id] = RayState(worker, worker_id, round, self._blind)
         return self._events_if_complete()
 
     def _events_if_complete(self) -> list[Event]:
@@ -727,7 +724,12 @@ class RayWorkerGroup:
         self._keep(snapshot, ref)
         if self._backup.version < self._kept_optimizer[1]:
             self._backup.begin(*self._kept_optimizer)
-        return [Collected(snapshot, workers)]
+
+        def on_loss(reason: str) -> None:
+            lost = StatesLost(snapshot.progress.round, reason)
+            self._from_threads.append(lambda: [lost])
+
+        return [Collected(snapshot, workers, on_loss=on_loss)]
 
     def waiting_for(self) -> str:
         """Return what the workers that have not started wait for, in a few words."""

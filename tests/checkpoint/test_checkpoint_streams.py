@@ -14,17 +14,29 @@ from checkpoints import make_checkpoint as make
 from checkpoints import same_state as same
 from ensembles import Ensemble, tiny_images
 from pyarrow import fs
+from recorders import collected_round, flat_model
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from stages import DIED, Stage, collected, report
 
 import raydl
+from raydl.checkpoint.best import BestCenter
 from raydl.checkpoint.store import Checkpoint, CheckpointStore
+from raydl.checkpoint.totals import Totals
+from raydl.checkpoint.writer import CheckpointWriter
 from raydl.config import CheckpointConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.core import tensor_files
 from raydl.core.saved_state import SavedState, pack, unpack
 from raydl.core.tensor_files import TensorFile, view_of
-from raydl.core.worker_group import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
+from raydl.core.worker_group import (
+    Collected,
+    Draining,
+    HandedIn,
+    Lost,
+    Published,
+    StatesLost,
+    WorkerReady,
+)
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StateLostError
 from raydl.storage import Storage, Sum
@@ -146,7 +158,8 @@ class Elsewhere:
     """A state in another process, which a test plays."""
 
     def __init__(self, state, *, problem=None):
-        self.state, self.problem, self.is_cancelled = state, problem, False
+        self.state, self.problem = state, problem
+        self.is_cancelled = self.is_released = False
 
     def begin_write(self, storage, name, token):
         assert storage.exists(token), "by which another machine sees that its disk is this one"
@@ -160,6 +173,9 @@ class Elsewhere:
 
     def cancel(self, until):
         self.is_cancelled = True
+
+    def release(self):
+        self.is_released = True
 
 
 def with_workers(round, **workers):
@@ -194,6 +210,24 @@ def test_a_worker_that_can_not_write_costs_that_checkpoint_and_leaves_nothing(
     assert all(other.is_cancelled for other in others)
     assert os.listdir(tmp_path / "checkpoints") == ["round-00000001"]
     assert store.read()[0].progress.round == 1
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_loss_is_reported_after_the_others_have_released_their_states(tmp_path, is_last):
+    """Otherwise a new attempt at the same round could be released with the failed one."""
+    storage, flat, reported = Storage(str(tmp_path)), flat_model(), []
+    best = BestCenter(storage, flat)
+    writer = CheckpointWriter(CheckpointStore(storage), flat, best, after=lambda: None)
+    lost = Elsewhere({}, problem=StateLostError("w1", "its process was killed"))
+    states = {"w0": Elsewhere({"a": 1}), "w1": lost, "w2": Elsewhere({"a": 1})}
+
+    def on_loss(reason):
+        reported.append((reason, [state.is_released for state in states.values()]))
+
+    attempt = Collected(collected_round(7).snapshot, states, is_last=is_last, on_loss=on_loss)
+    writer.checkpoint(attempt, seconds=1.0, totals=Totals())
+    writer.wait()
+    assert reported == [(str(lost.problem), [True, True, True])]
 
 
 def test_a_saved_state_is_read_from_any_working_folder_and_detects_damage(tmp_path, monkeypatch):
