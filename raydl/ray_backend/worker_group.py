@@ -73,6 +73,8 @@ _CHECK_AFTER = 0.25
 task for that may take seconds to start."""
 _BACKUP_EVERY_S = 1.0
 """The shortest time between two copies of the center's optimizer state, in seconds."""
+_SCORE_S = 300.0
+"""The longest time without progress of an evaluation, in seconds, as at the end of a run."""
 _CLEAR_S = 5.0
 """The longest wait at the end of a run for the deletion of handover files, in seconds."""
 
@@ -166,6 +168,8 @@ class RayWorkerGroup:
         self._handovers = Handovers(storage, self._run_id)
         self._handovers.clear()
         self._evaluator: ActorHandle | None = None
+        self._num_scored, self._scored_at = 0, 0.0
+        """Test samples scored by the evaluator, and when that changed or the evaluation began."""
         method = job.method
         self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
 
@@ -372,6 +376,7 @@ class RayWorkerGroup:
                 self._events += self._on_answer(ref, call)
         while self._from_threads:
             self._events += self._from_threads.popleft()()
+        self._events += self._end_silent_evaluator()
         self._check_silent()
         for who in self._heartbeats.expired():
             self._events += self._on_lease_expired(who)
@@ -429,6 +434,19 @@ class RayWorkerGroup:
             kill_process(place, home=self._home)
         return self._lose(who, reason)
 
+    def _end_silent_evaluator(self) -> list[Event]:
+        """End an evaluator whose evaluation makes no progress; the next one starts another."""
+        if self._evaluator is None or time.monotonic() - self._scored_at <= _SCORE_S:
+            return []
+        if not any(call.task == "evaluation" for call in self._calls):
+            return []
+        place = place_of(self._evaluator)
+        if place is not None:  # it may be stopped, and receive no call
+            kill_process(place, home=self._home)
+        self._end_evaluator()
+        self._forget("evaluator")
+        return [GaveUp("evaluation", f"the evaluator has scored nothing for {_SCORE_S:.0f} s")]
+
     def _poll_processes(self) -> None:
         """Poll all processes, except those that owe an answer, twice a second at most."""
         now = time.monotonic()
@@ -454,9 +472,9 @@ class RayWorkerGroup:
                 if not is_starting:  # its lease begins with its first answer
                     self._heartbeats.expect_answer(who)
         handlers = [call.handle for call in self._calls if call.who == "evaluator"]
-        if self._evaluator is not None and handlers and _on_progress not in handlers:
+        if self._evaluator is not None and handlers and self._on_progress not in handlers:
             ref = self._evaluator.num_scored.remote()
-            self._calls.expect(ref, "evaluator", _on_progress, task="progress")
+            self._calls.expect(ref, "evaluator", self._on_progress, task="progress")
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(w, left_s) for w, left_s in self._notices.new(homes).items()]
 
@@ -523,7 +541,7 @@ class RayWorkerGroup:
         return [Failed(call.who, error)]
 
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
-        if call.handle is _on_progress:  # the call that evaluates fails as well
+        if call.task == "progress":  # the call that evaluates fails as well
             return []
         if call.who == "evaluator":
             self._end_evaluator()
@@ -661,9 +679,15 @@ class RayWorkerGroup:
 
     def evaluate(self, round: int) -> None:
         """Have the evaluator score the center of a round, or of a newer one."""
+        self._scored_at = time.monotonic()
         # The center may no longer hold that round.
         ref = self._started_evaluator().evaluate.remote(self._center.newest.remote())
         self._calls.expect(ref, "evaluator", lambda evaluated: [evaluated], task="evaluation")
+
+    def _on_progress(self, num_samples: int) -> list[Event]:
+        if num_samples != self._num_scored:
+            self._num_scored, self._scored_at = num_samples, time.monotonic()
+        return [Scoring(num_samples)]
 
     def _started_evaluator(self) -> ActorHandle:
         """Return the evaluator; start it if it does not run."""
@@ -752,7 +776,3 @@ def _in_words(problem: Exception) -> str:
 
 def _on_report(report: WorkerReport) -> list[Event]:
     return [Reported(report)]
-
-
-def _on_progress(num_samples: int) -> list[Event]:
-    return [Scoring(num_samples)]

@@ -96,7 +96,7 @@ class OneWorker(RayWorkerGroup):
         self._notices = Notices()
         self._avoided, self._reported_busy = set(), set()
         self._workers, self._spares, self._places = {}, {}, {}
-        self._events, self._from_threads = [], []
+        self._events, self._from_threads, self._evaluator = [], [], None
         self._train = self._prepare = self._non_trainable = None
         self._runtime_env = fork_server.runtime_env()
 
