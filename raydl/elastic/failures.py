@@ -34,16 +34,20 @@ class WorkerErrors:
         """By worker, the first worker in its chain of replacements."""
 
     def why_stop(self, worker_id: str, error: Exception) -> str:
-        """Return why an error in a worker stops the run, or "" if the worker is to be replaced."""
-        policy, budget = self._config.on_worker_error, self._config.max_worker_errors
+        """Return why the first such error in a worker stops the run, or "" if it does not."""
+        policy = self._config.on_worker_error
         if policy == "stop":
             return f"{worker_id} failed, and elastic.on_worker_error is stop"
         if policy == "auto" and not isinstance(error, InfrastructureError):
             return f"{worker_id} raised {in_one_line(error)}"
+        return ""
+
+    def why_not_replaced(self, worker_id: str) -> str:
+        """Return why a worker with one more error is not replaced, or "" if it is."""
         self._forget_old()
         origin = self._origins.get(worker_id, worker_id)
         number = 1 + sum(other == origin for _, other, _ in self._errors)
-        if number <= budget:
+        if number <= self._config.max_worker_errors:
             return ""
         place = "" if origin == worker_id else f", which replaces {origin},"
         return (

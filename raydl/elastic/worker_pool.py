@@ -85,23 +85,22 @@ class WorkerPool:
         self._num_requests += 1
         self._worker_registry.add(worker_id, reserves_cpu=reserves_cpu)
 
-    def _request_missing(self) -> str:
-        """Request the workers that are missing; return the id of the first, or "" if none is."""
-        first, registry = "", self._worker_registry
+    def _request_missing(self) -> list[str]:
+        """Request the workers and the spares that are missing; return their ids."""
+        requested, registry = [], self._worker_registry
         while self.is_requesting and registry.num_coming() < self._max_workers:
             worker_id = registry.new_id()
             self._request(worker_id)
-            first = first or worker_id
-        self._request_spares()
-        return first
+            requested.append(worker_id)
+        return requested + self._request_spares()
 
-    def _request_spares(self) -> None:
+    def _request_spares(self) -> list[str]:
         """Request the missing spares, once workers train: the start of those has priority.
 
         A spare that trains goes on without CPUs of its own. The worker that replaces the lost one
         has CPUs, and is the next spare.
         """
-        registry = self._worker_registry
+        requested, registry = [], self._worker_registry
         while (
             self.is_requesting
             and self._has_trained
@@ -110,6 +109,8 @@ class WorkerPool:
             worker_id = registry.new_id()
             self._add(worker_id, reserves_cpu=False)
             self._worker_group.request_spare(worker_id)
+            requested.append(worker_id)
+        return requested
 
     def note_formed(self) -> None:
         """Note that a generation trains."""
@@ -191,25 +192,39 @@ class WorkerPool:
         self._request_missing()
 
     def lose(self, worker_id: str, reason: str) -> str:
-        """Record that a worker was lost; return the id of its replacement, or "" if it has none."""
+        """Record that a worker was lost; return the id of its replacement, or "" if it has none.
+
+        A worker without CPUs of its own is replaced by a spare.
+        """
         self._log(f"{worker_id} was lost: {reason}")
         # Workers requested before a loss count as one loss with it, however many are lost: they
         # may be those of a rack, or of a spot market that reclaims its machines.
         if self._request_number[worker_id] >= self._next_loss_from:
             self._next_loss_from = self._num_requests
             self.count_loss(worker_id, reason)
+        registry = self._worker_registry
+        reserves_cpu = registry[worker_id].reserves_cpu
         self._forget(worker_id, "was lost")
-        return self._request_missing()
+        requested = self._request_missing()
+        return next((w for w in requested if registry[w].reserves_cpu == reserves_cpu), "")
 
     def note_error(self, worker_id: str, error: Exception) -> str:
         """Replace a worker that raised an error, if the settings permit it.
 
+        A spare with too many errors is not replaced: the run needs none.
+
         Returns:
-            Why the run stops instead, or "" if the worker was replaced.
+            Why the run stops instead, or "" if it continues without the worker.
         """
         if why := self._errors.why_stop(worker_id, error):
             return why
-        node = self._worker_registry[worker_id].node
+        entry = self._worker_registry[worker_id]
+        if why := self._errors.why_not_replaced(worker_id):
+            if entry.reserves_cpu:
+                return why
+            self._num_spares = max(0, self._num_spares - 1)
+            self._log(f"{why}; it was a spare and is not replaced")
+        node = entry.node
         self._worker_group.end(worker_id)
         if self._errors.note(worker_id, node) and self._worker_group.avoid(node):
             self._log(

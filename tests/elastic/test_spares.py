@@ -7,9 +7,17 @@ from raydl.config import ScalingConfig
 from raydl.core.membership import Candidates, Membership, next_membership
 from raydl.core.reports import Outcome
 from raydl.core.saved_state import SavedState
-from raydl.core.worker_group import Changed, Draining, HandedIn, Lost, Published, WorkerReady
+from raydl.core.worker_group import (
+    Changed,
+    Draining,
+    Failed,
+    HandedIn,
+    Lost,
+    Published,
+    WorkerReady,
+)
 from raydl.elastic.run_state import State
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, InfrastructureError
 
 
 def with_spare(num_workers=2, *, spares=1, nodes=("spare node",), **more):
@@ -78,6 +86,48 @@ def test_a_spare_that_is_lost_while_it_stands_by_is_replaced_without_a_pause(is_
     stage = with_spare(is_sync=is_sync)
     assert stage.step(Lost("w2", DIED)) == [("request_spare", "w3")]
     assert stage.state is State.TRAINING
+
+
+def failed(worker_id):
+    return Failed(worker_id, InfrastructureError(worker_id, "MemoryError"))
+
+
+@BOTH
+def test_a_spare_that_fails_again_and_again_is_not_replaced_and_the_run_continues(is_sync):
+    stage = with_spare(nodes=(), is_sync=is_sync, elastic={"max_worker_errors": 2})
+    assert stage.step(failed("w2")) == [("end", "w2"), ("request_spare", "w3")]
+    assert stage.step(failed("w3")) == [("end", "w3"), ("request_spare", "w4")]
+    assert stage.step(failed("w4")) + stage.steps(3) == [("end", "w4")]
+    too_often = (
+        "w4, which replaces w2, failed for the third time within an hour, more often than "
+        "elastic.max_worker_errors; it was a spare and is not replaced"
+    )
+    assert stage.said.count(too_often) == 1
+    assert not [call for call in replace_lost(stage) if call[0] == "request_spare"]
+    assert stage.controller._why_stop == ""
+
+
+def test_one_spare_that_fails_again_and_again_takes_no_other_spare_with_it():
+    stage = with_spare(nodes=(), spares=2, elastic={"max_worker_errors": 1})
+    assert stage.step(failed("w2"))[-1] == ("request_spare", "w4")
+    assert stage.step(failed("w4")) == [("end", "w4")]
+    assert stage.step(Lost("w3", DIED)) == [("request_spare", "w5")]
+
+
+def test_the_errors_of_a_worker_do_not_pass_to_a_spare_requested_with_its_replacement():
+    stage = with_spare(nodes=(), elastic={"max_worker_errors": 1})
+    stage.step(failed("w2"))
+    told = stage.step(failed("w1"))
+    assert ("request_worker", "w4") in told
+    assert stage.step(failed("w3")) == [("end", "w3")], "the second error of this spare"
+    stage.step(failed("w4"))
+    assert stage.controller._why_stop.startswith("w4, which replaces w1, failed for the second")
+
+
+def test_an_error_of_your_own_code_in_a_spare_stops_the_run():
+    stage = with_spare(nodes=())
+    stage.step(Failed("w2", ZeroDivisionError("my own mistake")))
+    assert stage.controller._why_stop == "w2 raised ZeroDivisionError: my own mistake"
 
 
 def test_a_run_of_a_fixed_number_of_workers_does_not_wait_for_a_new_process():
