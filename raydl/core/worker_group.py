@@ -57,7 +57,9 @@ class RunEnded:
     ledger_round: int | None = None
     """Round of its copy of the ledger; None: the round of its copy of the center."""
     error: NonFiniteError | None = None
-    """Set if its replica diverged and was rolled back to the center."""
+    """Set if its replica diverged and was rolled back to the center, or the center diverged."""
+    has_bad_copy: bool = False
+    """Whether its copy of the center has values that are not finite; an earlier copy is gone."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,13 @@ from raydl.elastic.run_state import Recorder, State
 from raydl.elastic.stragglers import StragglerDetector
 from raydl.elastic.worker_pool import WorkerPool
 from raydl.elastic.worker_registry import Copy, WorkerRegistry
-from raydl.errors import InfrastructureError, NonFiniteError, StalledError, in_one_line
+from raydl.errors import (
+    InfrastructureError,
+    NonFiniteCenterError,
+    NonFiniteError,
+    StalledError,
+    in_one_line,
+)
 from raydl.faults import FaultPlan
 
 _POLL_S = 0.25
@@ -332,8 +338,6 @@ class Controller:
                 raise self._failure.error
         elif name == "center" and isinstance(error, NonFiniteError) and self._run is not None:
             self._note_divergence(name, error, self._run)
-            # The center restarts from its newest good snapshot.
-            self._center_manager.is_lost = self._failure.error is None
             return
         else:
             why = f"{name} raised {in_one_line(error)}"
@@ -353,6 +357,10 @@ class Controller:
         self._failure.note_divergence(
             name, error, generation=run.membership.generation, epoch=int(self._curves.epoch)
         )
+        is_of_center = isinstance(error, NonFiniteCenterError)
+        if is_of_center and not self._method.is_sync and self._failure.error is None:
+            # It restarts from a good copy. In rounds each worker has the newest good one.
+            self._center_manager.is_lost = True
 
     def _on_score(self, evaluated: Evaluated) -> None:
         self._recorder.evaluated(evaluated)
@@ -403,7 +411,7 @@ class Controller:
             self._pause_if_idle(run)
         age = end.round, end.num_changes, end.copy_generation, end.ledger_round
         copy = Copy(end.worker_id, *age) if end.round >= 0 else None
-        self.worker_registry.left_loop(end.worker_id, copy)
+        self.worker_registry.left_loop(end.worker_id, copy, has_bad_copy=end.has_bad_copy)
 
     def _pause_if_idle(self, run: Generation) -> None:
         """Begin a pause if no member trains any more."""

@@ -204,11 +204,21 @@ class WorkerRegistry:
         if self._entries[worker_id].phase is Phase.TRAINING:
             self._enter(worker_id, Phase.READY, cause)
 
-    def left_loop(self, worker_id: str, copy: Copy | None = None) -> None:
-        """Note that a worker has left its loop, with its copy of the center if it has a new one."""
+    def left_loop(
+        self, worker_id: str, copy: Copy | None = None, *, has_bad_copy: bool = False
+    ) -> None:
+        """Note that a worker has left its loop.
+
+        Args:
+            worker_id: the worker.
+            copy: its copy of the center; None: it has no new one.
+            has_bad_copy: whether the new one has values that are not finite: it has replaced the
+                earlier one.
+        """
         entry = self._entries[worker_id]
         entry.in_loop = entry.is_dismissed = False
-        entry.copy = copy or entry.copy
+        if copy is not None or has_bad_copy:
+            entry.copy = copy
 
     def freshest_copy(self, *, since: int) -> Copy | None:
         """Return the furthest copy of the center from round ``since`` on, or None if there is none.

@@ -444,6 +444,7 @@ class WorkerActor:
             copy_generation=worker.copy_generation,
             ledger_round=worker.ledger_round,
             error=error if isinstance(error, NonFiniteError) else None,
+            has_bad_copy=worker.has_bad_copy,
         )
 
     @ray.method(concurrency_group="control")

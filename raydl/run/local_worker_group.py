@@ -69,6 +69,10 @@ class LocalWorkerGroup:
             publish=self._snapshots.put,
             non_trainable=self._non_trainable,
         )
+        self._kept = snapshot
+        self._start_shards(snapshot)
+
+    def _start_shards(self, snapshot: Snapshot) -> None:
         self._center = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
         self._other_shards = [
             make_shard(self._job, snapshot, index, None)
@@ -99,11 +103,14 @@ class LocalWorkerGroup:
             time.sleep(min(timeout_s, _IDLE_S))  # the thread that writes checkpoints needs the core
         records: tuple[Record, ...] = ()
         if self._center:
-            for due in self._center.coordinator.pop_due():
-                snapshot = self._center.snapshot(
-                    lambda: [shard.state() for shard in self._other_shards], due
-                )
-                self._snapshots.adopt(snapshot)
+            try:
+                for due in self._center.coordinator.pop_due():
+                    snapshot = self._center.snapshot(
+                        lambda: [shard.state() for shard in self._other_shards], due
+                    )
+                    self._snapshots.adopt(snapshot)
+            except NonFiniteError as error:
+                self._events.append(Failed("center", error))
             records = self._center.coordinator.pop_records()
         self._events.append(
             Published(
@@ -127,9 +134,14 @@ class LocalWorkerGroup:
             outcome = Outcome.BROKEN
         self._events.append(Reported(self._worker.report()))
         if outcome is not Outcome.GO_ON:
-            self._running = False
-            round, generation = self._worker.copy_age[0], self._generation
-            self._events.append(RunEnded("w0", outcome, round, generation, error=diverged))
+            self._leave_loop(outcome, diverged)
+
+    def _leave_loop(self, outcome: Outcome, error: NonFiniteError | None = None) -> None:
+        self._running = False
+        round, generation = self._worker.copy_age[0], self._generation
+        is_bad = self._worker.has_bad_copy
+        end = RunEnded("w0", outcome, round, generation, error=error, has_bad_copy=is_bad)
+        self._events.append(end)
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Train from the snapshot of a round on, in a new generation."""
@@ -166,14 +178,21 @@ class LocalWorkerGroup:
         """Do nothing: the one worker does not leave."""
 
     def abandon(self, generation: int) -> None:
-        """Do nothing: no exchange can fail."""
+        """Let the worker leave before its next round: its center has diverged."""
+        if self._running:
+            self._leave_loop(Outcome.BROKEN)
 
     def publish(self, worker_id: str) -> None:
         """Adopt the worker's copy of the center."""
         self._snapshots.adopt(self._worker.center())
 
     def rebuild_center(self, worker_id: str | None) -> str:
-        """Do nothing: the center is this process."""
+        """Restart a center that has diverged; with rounds do nothing, since each worker has it."""
+        if self._center:
+            snapshot = self._worker.center() if worker_id else self._kept
+            self._snapshots = SnapshotCache()
+            self._snapshots.put(snapshot)
+            self._start_shards(snapshot)
         return ""
 
     def hand_in(self, worker_id: str) -> None:
@@ -200,7 +219,8 @@ class LocalWorkerGroup:
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Collect the center and the worker's kept state."""
         kept = self._worker.pop_kept(round)
-        self._events.append(Collected(self._snapshot(round), {"w0": kept}))
+        self._kept = self._snapshot(round)
+        self._events.append(Collected(self._kept, {"w0": kept}))
 
     def _snapshot(self, round: int) -> Snapshot:
         snapshot = self._snapshots.get(round)

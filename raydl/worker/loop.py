@@ -279,6 +279,11 @@ class Worker:
         return self.round, self.runner.num_changes
 
     @property
+    def has_bad_copy(self) -> bool:
+        """Whether a round or ``copy_age`` found bad values in its copy of the center."""
+        return self._has_diverged
+
+    @property
     def copy_generation(self) -> int:
         """The generation that made its copy of the center; 0 if the center itself made it."""
         return self.runner.generation if self._method.is_sync else 0

@@ -13,7 +13,7 @@ import torch
 from clusters import address_of
 from ensembles import linear
 from safetensors.torch import load_file
-from stages import BOTH, Stage, collected, report
+from stages import BOTH, DIED, Stage, collected, report
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore
@@ -350,20 +350,25 @@ class Leaps(Outer):
             center[7] = math.inf
 
 
-def train_with_leaps(folder, count):
+class AsyncLeaps(Leaps):
+    strategy = "async"
+
+
+def train_with_leaps(folder, count, rule=Leaps):
     Leaps.num_left, Leaps.round = count, 0
     return raydl.Trainer(
         "mlp",
         "digits",
-        method=Leaps(),
+        method=rule(),
         training=raydl.TrainingConfig(epochs=6),
         scaling=raydl.ScalingConfig(num_workers=0),
         run=raydl.RunConfig(run_dir=str(folder), progress="plain"),
     ).fit()
 
 
-def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys):
-    result = train_with_leaps(tmp_path / "run", 1)
+@pytest.mark.parametrize("rule", [Leaps, AsyncLeaps])
+def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys, rule):
+    result = train_with_leaps(tmp_path / "run", 1, rule)
     said = capsys.readouterr().out
     count = "rollback 1 of 3 in this epoch"
     assert f"all workers are rolled back to the newest good center ({count})" in said
@@ -377,6 +382,13 @@ def test_a_center_that_stays_bad_ends_the_run_and_is_not_kept(tmp_path):
         train_with_leaps(tmp_path / "run", 99)
     center = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0].center
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
+
+
+def test_by_messages_a_center_that_stays_bad_ends_the_run(tmp_path):
+    with pytest.raises(NonFiniteCenterError, match=r"the center of round \d+ has values"):
+        train_with_leaps(tmp_path / "run", 99, AsyncLeaps)
+    said = json.loads((tmp_path / "run/status.json").read_text())["events"]
+    assert sum("rollback 3 of 3" in line for line in said) == 1
 
 
 def bad_center(stage, *worker_ids):
@@ -447,6 +459,53 @@ def test_by_messages_a_center_that_diverges_restarts_from_a_good_snapshot(has_co
     stage.step(*stage.end("broken", 39 if has_copy else -1, "w0", "w1"))
     told = [*stage.worker_group.told, *stage.steps(2)]
     assert ("rebuild_center", "w0" if has_copy else None) in told
+
+
+def pulled(stage, *worker_ids):
+    """Return the ends of workers whose copies of the center are not finite."""
+    error, generation = NonFiniteCenterError(40), stage.worker_group.formed[-1].generation
+    return [
+        RunEnded(w, Outcome.BROKEN, -1, generation, str(error), error=error, has_bad_copy=True)
+        for w in worker_ids
+    ]
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_by_messages_a_bad_center_that_a_worker_notices_restarts_as_well(has_copy):
+    stage = Stage(is_sync=False, elastic={"max_rollbacks": 1}).start()
+    stage.step(*pulled(stage, "w1"))
+    assert stage.state is State.RECOVERING
+    stage.step(*(stage.end("broken", 39, "w0") if has_copy else pulled(stage, "w0")))
+    told = [*stage.worker_group.told, *stage.steps(2)]
+    assert ("rebuild_center", "w0" if has_copy else None) in told
+    told = stage.step(Published((39,))) + stage.steps(1)
+    assert ("form", 2, ("w0", "w1"), 39) in told
+    good = "all workers are rolled back to the newest good center (rollback 1 of 1 in this epoch)"
+    assert sum(good in said for said in stage.said) == 1
+
+
+def test_by_messages_a_bad_center_at_the_limit_of_rollbacks_is_not_restarted():
+    stage = Stage(is_sync=False, elastic={"max_rollbacks": 0}).start()
+    told = stage.step(*pulled(stage, "w1")) + stage.steps(2)
+    assert stage.controller._why_stop.startswith("the center diverged for the first time")
+    assert not [call for call in told if call[0] == "rebuild_center"]
+
+
+@BOTH
+def test_an_earlier_copy_of_a_worker_whose_copy_is_bad_does_not_count(is_sync):
+    """Its process has only the newest one, which would become the center."""
+    stage = Stage(is_sync=is_sync).start()
+    stage.step(Lost("center", DIED))
+    stage.step(*stage.end("broken", 30, "w0", "w1"))
+    stage.step(Published((30,)))
+    stage.steps(2)
+    assert stage.worker_group.formed[-1].generation == 2
+    if not is_sync:
+        stage.step(Changed())
+    told = stage.step(Lost("center", DIED)) + stage.step(*pulled(stage, "w0", "w1"))
+    told += stage.steps(2)
+    assert [call for call in told if call[0] == "rebuild_center"] == [("rebuild_center", None)]
+    assert not [call for call in told if call[0] == "publish"]
 
 
 def test_a_diverged_replica_has_no_memory_that_is_not_finite(tmp_path):
