@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,13 @@ class BadSamples:
     """Counts the samples that were left out because they cannot be read, over all workers."""
 
     def __init__(self) -> None:
-        self._by_worker: dict[str, int] = {}
-        self._num_of_departed = 0
+        self._by_worker: dict[str, int] = {}  # also of those that have left: they may rejoin
         self._log_from = 1
 
     @property
     def num_samples(self) -> int:
         """Number of samples left out."""
-        return self._num_of_departed + sum(self._by_worker.values())
-
-    def keep(self, worker_ids: Container[str]) -> None:
-        """Keep counts by worker for these workers only; the others have left."""
-        departed = [w for w in self._by_worker if w not in worker_ids]
-        self._num_of_departed += sum(self._by_worker.pop(w) for w in departed)
+        return sum(self._by_worker.values())
 
     def note(self, reports: Mapping[str, WorkerReport]) -> str:
         """Update the counts; return a sentence when the total has doubled, else an empty text."""
@@ -205,7 +199,6 @@ class RunRecorder:
             pairs = ", ".join(f"{worker_id} as {name}" for worker_id, name in names.items())
             self.event(f"TensorBoard shows the curves of {pairs}")
         self._worker_steps = {w: s for w, s in self._worker_steps.items() if w in members}
-        self._bad_samples.keep(members)
 
     @property
     def _newest(self) -> Progress:

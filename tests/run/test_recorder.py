@@ -112,6 +112,21 @@ def test_samples_that_are_left_out_are_logged_less_and_less_often():
     recorder.close()
 
 
+def test_the_samples_of_a_worker_that_leaves_and_rejoins_are_counted_once():
+    recorder, _ = make(Store())
+
+    def train(*members, generation, **left_out):
+        recorder.formed(Membership(generation, members), "a reason")
+        reports = {w: report_of(w, local_step=generation, left_out=left_out[w]) for w in members}
+        recorder.record(record_at(generation), reports)
+        return recorder.figures()["left_out_samples"]
+
+    assert train("w0", "w1", generation=1, w0=3, w1=5) == 8
+    assert train("w0", generation=2, w0=4) == 9
+    assert train("w0", "w1", generation=3, w0=4, w1=6) == 10
+    recorder.close()
+
+
 def test_a_chosen_tuning_is_logged_once():
     recorder, _ = make(Store())
     told = []
