@@ -195,7 +195,7 @@ class Starting(RayWorkerGroup):
         self._setups = StartTimeouts(600.0, clock=lambda: self.now)
         self._workers, self._spares, self._places, self._shards = {}, {}, {}, []
         self._events, self._from_threads, self._reported_busy = [], [], set()
-        self._held = -1, ()
+        self._held, self._evaluator = (-1, ()), None
         self._train = self._prepare = self._non_trainable = None
         self._polled_at = time.monotonic() + 1e6
 
