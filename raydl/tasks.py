@@ -289,10 +289,11 @@ def _made_again(name: str, model: str) -> Task:
     Raises:
         ConfigError: if the names do not suffice.
     """
-    kinds = {"Classification": Classification, "LanguageModel": LanguageModel}
     is_found = ":" in model or model in models.MODELS
-    if name in kinds and is_found:
-        return kinds[name](model)
+    if name == "Classification" and is_found:
+        return Classification(model)
+    if name == "LanguageModel" and is_found:
+        return LanguageModel(model)
     if name == "HuggingFace":
         return HuggingFace(model)
     raise ConfigError(
