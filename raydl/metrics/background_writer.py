@@ -146,20 +146,24 @@ class BackgroundWriter:
         is_flushed.wait(_FLUSH_S)
 
     def close(self) -> None:
-        """Write the queue and close the writer; abandon the thread if the disk does not answer."""
+        """Write the queue and close the writer; abandon the thread after 45 s.
+
+        The workers of the run wait meanwhile, and their resources with them.
+        """
         with self._changed:
             self._is_closed = True
             self._queue.append((lambda writer: writer.close(), False))
             self._changed.notify_all()
-        while self._thread.is_alive() and self.silent_s <= GIVE_UP_S:
+        until = time.monotonic() + GIVE_UP_S
+        while self._thread.is_alive() and time.monotonic() <= until:
             self._thread.join(_POLL_S)
             self._report()
         if self._thread.is_alive():
             give_up(self._name)
             num_lost = len(self._queue) - 1 + self._num_dropped
             self._log(
-                f"{self._name} could not be written to their end: {self._place} has not answered "
-                f"for {self.silent_s:.0f} s; {num_lost:,} points are lost"
+                f"{self._name} could not be written to their end: {self._place} did not take them "
+                f"within {GIVE_UP_S:.0f} s; {num_lost:,} points are lost"
             )
         elif self._problem is not None:
             raise self._problem

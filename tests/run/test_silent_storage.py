@@ -327,6 +327,19 @@ def test_the_end_of_the_curves_is_bounded_and_lost_points_are_logged(gated, soon
     assert silence.is_anything_given_up()
 
 
+def test_a_tracker_that_is_only_slow_delays_the_end_no_longer(gated, soon, monkeypatch):
+    monkeypatch.setattr(gated.gate, "wait", lambda timeout: time.sleep(0.1))
+    told = []
+    curves = queue_on(gated, told)
+    for number in range(100):
+        curves.scalars({"train/loss": 1.0}, num_samples=number)
+    began = time.monotonic()
+    curves.close()
+    assert time.monotonic() - began < 5
+    assert re.search(r"did not take them within 1 s; \d+ points are lost", told[-1])
+    assert len(gated.points) >= 5
+
+
 def test_a_mistake_of_the_writer_is_raised_at_the_next_point(gated):
     class Wrong(Writer):
         def text(self, name, markdown, *, num_samples):
