@@ -14,6 +14,10 @@ ON_WORKER_ERROR = ("auto", "stop", "replace")
 """Policies for an error in one worker."""
 
 
+_LEAST_RESOURCE = 0.0001
+"""The smallest amount of a resource that Ray counts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
     """Number of workers and their resources, named as in Ray Train."""
@@ -56,9 +60,22 @@ class ScalingConfig:
         for name in ("cpus_per_worker", "gpus_per_worker"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"scaling.{name}", "0 or more", value)
+        self._check_resources()
         require_positive(
             "scaling.start_timeout_s", self.start_timeout_s, "a positive number of seconds"
         )
+
+    def _check_resources(self) -> None:
+        """Refuse what Ray would refuse once processes of the run have started."""
+        for name, value in self.resources().items():
+            setting = f"scaling.resources_per_worker {name}"
+            is_countable = math.isfinite(value) and value >= _LEAST_RESOURCE
+            require(is_countable, setting, f"0, or {_LEAST_RESOURCE:g} or more", value)
+            is_memory = name in ("memory", "object_store_memory")
+            require(not is_memory, setting, "left out: a worker cannot reserve it", value)
+        gpus = self.resources().get("GPU", 0.0)
+        is_whole = gpus <= 1 or gpus == int(gpus)
+        require(is_whole, "scaling.gpus_per_worker", "at most 1, or a whole number", gpus)
 
     @property
     def min_workers(self) -> int:

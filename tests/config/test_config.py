@@ -206,6 +206,21 @@ def test_resources_are_named_as_in_ray_train():
 
 
 @pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"gpus_per_worker": 1.5}, "gpus_per_worker must be at most 1, or a whole number, got 1.5"),
+        ({"resources_per_worker": {"GPU": 2.5}}, "must be at most 1, or a whole number, got 2.5"),
+        ({"resources_per_worker": {"TPU": -1.0}}, "resources_per_worker TPU must be 0, or 0.0001"),
+        ({"cpus_per_worker": 0.00001}, "resources_per_worker CPU must be 0, or 0.0001 or more"),
+        ({"resources_per_worker": {"memory": 4e9}}, "memory must be left out: a worker cannot"),
+    ],
+)
+def test_resources_that_ray_would_refuse_are_refused_before_it_starts(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ScalingConfig(**settings)
+
+
+@pytest.mark.parametrize(
     ("gpus", "resident", "device"),
     [(0, True, "cpu"), (1, True, "cuda"), (2, True, "cuda"), (0.5, True, "cpu"), (1, False, "cpu")],
 )
