@@ -206,6 +206,13 @@ def test_the_result_of_the_newest_start_is_shown(tmp_path):
     assert run.figure("center_accuracy") == 0.99
 
 
+def test_the_score_of_an_earlier_center_is_not_that_of_the_last_one(tmp_path):
+    result = {"samples": 1234, "center_accuracy": None, "center_loss": None}
+    run = read_run(str(write_run(tmp_path / "a", result=result)))
+    assert run.figure("center_accuracy") is None
+    assert run.figure("center_loss") is None
+
+
 def test_damaged_files_are_named_and_the_others_are_shown(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "result.json").write_text("{")

@@ -69,9 +69,15 @@ class RunFacts:
         return plain(self.config.get(name))
 
     def figure(self, name: str) -> Any:
-        """Return a figure of ``result.json``, else the newest one of the status or the curves."""
-        figure = self.result.get(name)
-        if figure is None and self.status is not None and name in _IN_STATUS:
+        """Return a figure of ``result.json``; without it the newest of the status or the curves.
+
+        A center that was not scored has no figure in ``result.json``: the newest score is that of
+        an earlier one.
+        """
+        if name in self.result:
+            return self.result[name]
+        figure = None
+        if self.status is not None and name in _IN_STATUS:
             figure = to_dict(self.status)[_IN_STATUS[name]]
         if figure is None and name in _IN_CURVES:
             values = self.curve(_IN_CURVES[name]).values
