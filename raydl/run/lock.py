@@ -42,7 +42,7 @@ POLL_S = 0.25
 """Seconds between two reads of the claims of others."""
 LOCK_POLL_S = 3.0
 """Seconds between two attempts to get a lock."""
-_LOCK = "driver.lock"
+LOCK = "driver.lock"
 _CLAIMS = "drivers"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -124,7 +124,7 @@ def _watched(epoch: DriverEpoch) -> Iterator[None]:
 def _lock(storage: Storage, setting: str) -> int | None:
     """Return the descriptor that holds the lock, or None if the file system has no locks."""
     assert storage.local_path is not None
-    path = Path(storage.local_path) / _LOCK
+    path = Path(storage.local_path) / LOCK
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -160,7 +160,7 @@ def _write_holder(
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, json.dumps(holder).encode())
     except OSError as error:
-        path = Path(storage.local_path or "") / _LOCK
+        path = Path(storage.local_path or "") / LOCK
         raise ConfigError(setting, f"{path} cannot be written: {in_words(error)}") from error
 
 
@@ -179,9 +179,9 @@ def wait_until_free(
     """
     if storage.local_path is None:
         return
-    path, until = Path(storage.local_path) / _LOCK, clock() + wait_s
+    path, until = Path(storage.local_path) / LOCK, clock() + wait_s
     is_logged = False
-    while _is_locked(path) and clock() < until:
+    while is_locked(path) and clock() < until:
         if not is_logged:
             place = redact(storage.root)
             log(f"{place} is still in use; waiting up to {wait_s:.0f} s for its driver to end")
@@ -189,7 +189,7 @@ def wait_until_free(
         sleep(LOCK_POLL_S)
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process holds a lock file; one that is absent, or cannot be locked, is free."""
     try:
         descriptor = os.open(path, os.O_RDWR)

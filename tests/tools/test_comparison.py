@@ -16,6 +16,8 @@ from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.metrics import COMPARED, TIME_PARTS
+from raydl.run.lock import held
+from raydl.storage import Storage
 from raydl.tools.comparison import Comparison, compare, runner
 from raydl.tools.comparison import report as reports
 from raydl.tools.comparison.figures import Spread, make_rows
@@ -146,6 +148,20 @@ def test_a_comparison_started_again_runs_only_incomplete_runs(tmp_path, capsys):
     more = FakeFit()
     assert compare(make(tmp_path, "sync-easgd,diloco", seeds=3), fit=more) == 0
     assert more.done == [("diloco", 0), ("diloco", 1), ("sync-easgd", 2), ("diloco", 2)]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_another_comparison_still_trains_is_not_removed(tmp_path):
+    assert (
+        compare(make(tmp_path), fit=FakeFit({("async-easgd", 1): RuntimeError("a bad day")})) == 1
+    )
+    folder = tmp_path / "out/async-easgd/seed-1"
+    with (
+        held(Storage(str(folder)), "run.run_dir"),
+        pytest.raises(ConfigError, match="is in use by"),
+    ):
+        compare(make(tmp_path), fit=FakeFit())
+    assert (folder / "error.txt").exists()
 
 
 @pytest.mark.usefixtures("no_pictures")
