@@ -110,6 +110,9 @@ def plan(arguments: Sequence[str]) -> int:
     names = dict.fromkeys(name.strip() for name in options.method.split(","))
     given = [MethodConfig(name=name, period=options.period) for name in names]
     methods = [resolve(TrainConfig(method=method)) for method in given]
+    has_center = any(not method.is_sync for method in methods)
+    shards = options.center_shards
+    require(shards == 1 or has_center, "center_shards", "1 for synchronous methods", shards)
     workload = _workload(options, methods[0])
     costs = [_predict_cost(m, options, workload, network, counts, spot_plan) for m in methods]
     if options.json:
@@ -130,6 +133,10 @@ def _spot_plan(options: _PlanOptions) -> SpotPlan | None:
         given = {"spares": options.spares, "samples": options.samples, "price": options.price}
         for name, value in given.items():
             require(not value, name, "given only with --preemptions", value)
+        for field in dataclasses.fields(SpotOptions):
+            value = getattr(options.spot, field.name)
+            is_default = value == getattr(SpotOptions(), field.name)
+            require(is_default, f"spot.{field.name}", "given only with --preemptions", value)
         return None
     return SpotPlan(
         preemptions=options.preemptions,

@@ -316,7 +316,15 @@ def test_prices_need_a_number_of_samples(tmp_path, capsys):
     assert "price needs --samples: the cost is that of a whole run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--spares", "1"], ["--samples", "9"], ["--price", "x.json"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--spares", "1"],
+        ["--samples", "9"],
+        ["--price", "x.json"],
+        ["--spot.replace-s", "600"],
+    ],
+)
 def test_options_without_a_rate_are_refused(capsys, words):
     assert cli.main([*COMMAND[:-2], *words]) == 2
     assert "must be given only with --preemptions" in capsys.readouterr().err
