@@ -165,13 +165,13 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
     files = {
         "model": hugging_face_folder(config.model),
         "run.fault_plan": config.run.fault_plan,
-        "data": config.data,
+        "data": _path_of_data(config.data),
     }
     found = [(setting, name) for setting, name in code.items() if _is_code_in(here, name)]
     found += [
         (setting, path)
         for setting, path in files.items()
-        if path and not _is_absolute(path) and (here / path).exists()
+        if path and not _is_absolute(path) and _is_in(here, path)
     ]
     for setting, value in found:
         raise ConfigError(
@@ -179,6 +179,17 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
             f"{value} is in this folder, which the job does not have; add --working-dir . "
             f"(before the --) to upload the folder, or name a place that all nodes can access",
         )
+
+
+def _path_of_data(source: str) -> str | None:
+    """Return the path that a source of data names; None: raydl brings the data itself."""
+    is_bundled = source == "digits" or source.partition(":")[0] == "synthetic"
+    return None if is_bundled else source.removeprefix("text:")
+
+
+def _is_in(here: Path, path: str) -> bool:
+    """Return whether a folder has a file of this path, or one that matches it."""
+    return (here / path).exists() or ("*" in path and any(here.glob(path)))
 
 
 def _is_code_in(here: Path, name: str) -> bool:

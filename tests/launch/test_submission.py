@@ -78,7 +78,10 @@ def test_a_run_must_not_be_kept_in_the_jobs_own_folder():
 def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path):
     (tmp_path / "plan.yaml").touch()
     (tmp_path / "mine.py").touch()
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "words").touch()
+    (tmp_path / "part-0.parquet").touch()
+    for folder in ("pictures", "digits"):
+        (tmp_path / folder).mkdir()
     for words in (
         ["--fault-plan", "plan.yaml"],
         ["--method", "mine:Rule"],
@@ -87,6 +90,8 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--optimizer", "mine:Optimizer"],
         ["--lr-schedule", "mine:schedule"],
         ["--data", "pictures"],
+        ["--data", "text:words"],
+        ["--data", "part-*.parquet"],
     ):
         with pytest.raises(ConfigError, match=r"is in this folder.* add --working-dir \. "):
             check_what_travels(cli.parse_train(words), here=tmp_path)
@@ -96,6 +101,8 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--model", "torchvision:resnet18"],
         ["--data", str(tmp_path / "pictures")],
         ["--data", "s3://bucket/pictures"],
+        ["--data", "digits"],  # the bundled ones
+        ["--data", "synthetic:64"],
     ):
         check_what_travels(cli.parse_train(words), here=tmp_path)
 
