@@ -19,4 +19,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 from raydl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["evaluate", *sys.argv[1:]]))
+    sys.exit(main(["evaluate", *sys.argv[1:]], ends_process=True))

@@ -30,4 +30,4 @@ SETTINGS = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *SETTINGS, *sys.argv[1:]]))
+    sys.exit(main(["train", *SETTINGS, *sys.argv[1:]], ends_process=True))

@@ -509,6 +509,18 @@ def failure_of_machine(error: BaseException) -> str:
     return ""
 
 
+def exit_status_of(error: RaydlError) -> int:
+    """Return the exit status of a command that ends with an error.
+
+    It tells a disk or a storage that failed, as the cause of an error about the run's files, from a
+    mistake in the settings.
+    """
+    is_about_files = isinstance(error, (CheckpointError, ConfigError))
+    if is_about_files and failure_of_machine(error):
+        return WORTH_RETRYING
+    return error.exit_status
+
+
 def in_one_line(error: BaseException) -> str:
     """Return the type and the first line of an exception; of raydl's own errors, the message.
 

@@ -1,6 +1,8 @@
 """Every error travels between processes and reads as one sentence."""
 
+import errno
 import inspect
+import os
 import pickle
 
 import pytest
@@ -52,6 +54,21 @@ def test_an_error_survives_pickling_with_its_words_and_fields(error):
     assert {k: str(v) for k, v in vars(again).items()} == {
         k: str(v) for k, v in vars(error).items()
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "status"),
+    [
+        (errors.CheckpointError("runs/x", "it could not be written"), errno.ENOSPC, 75),
+        (errors.ConfigError("run.run_dir", "cannot be written"), errno.ESTALE, 75),
+        (errors.ConfigError("run.run_dir", "cannot be written"), errno.EACCES, 2),
+        (errors.CheckpointError("runs/x", "there is none"), None, 2),
+        (errors.InfrastructureError("w3", "MemoryError"), None, 75),
+    ],
+)
+def test_a_command_that_ends_as_a_disk_failed_may_be_tried_again(error, cause, status):
+    error.__cause__ = None if cause is None else OSError(cause, os.strerror(cause))
+    assert errors.exit_status_of(error) == status
 
 
 def test_a_time_out_names_the_missing_workers_its_length_and_the_setting():

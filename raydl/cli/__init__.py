@@ -23,7 +23,7 @@ from raydl.cli.reporting import report
 from raydl.cli.runs import check, list_runs, logs, remove, score, status, stop
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
-from raydl.errors import STOPPED, RaydlError
+from raydl.errors import STOPPED, RaydlError, exit_status_of
 from raydl.redaction import redact
 from raydl.run.versions import installed_version
 from raydl.text import escape_controls
@@ -53,7 +53,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, ends_process: bool = False) -> int:
     """Run a command and return its exit status.
 
     Status: 0 success; 1 the training failed, or an exception, printed with its traceback without
@@ -62,12 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:
         arguments: arguments without the program's name; None: those of this process.
+        ends_process: whether the process ends with this command, as it does without arguments: it
+            then ends also if a thread is stuck in a storage call.
     """
     status = 1
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
     finally:
-        if arguments is None:
+        if arguments is None or ends_process:
             _end_if_a_thread_hangs(status)
     return status
 
@@ -109,7 +111,7 @@ def _run(given: list[str]) -> int:
         return command(given[1:])
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
-        return error.exit_status
+        return exit_status_of(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]

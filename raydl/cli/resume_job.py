@@ -9,11 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from raydl.cli import main
 from raydl.cli.options import parse_train
-from raydl.errors import CheckpointError, RaydlError
+from raydl.errors import CheckpointError, RaydlError, exit_status_of
 from raydl.text import escape_controls
+
+if TYPE_CHECKING:
+    from raydl.run.folder import RunFolder
 
 LOCK_WAIT_S = 180.0
 """Longest wait for the run's lock, in seconds: a file server keeps the lock of a lost machine."""
@@ -23,16 +27,20 @@ def resume(arguments: Sequence[str]) -> int:
     """Resume the run that this submission began, or begin it if no attempt did."""
     words = list(arguments)
     try:
-        if _is_ours(words):
-            words.append("--resume")
+        folder = _begun_folder(words)
+        if folder is not None and folder.is_complete():
+            print(f"the run is complete: {escape_controls(folder.root)}")
+            return 0
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
-        return error.exit_status
-    return main(["train", *words])
+        return exit_status_of(error)
+    if folder is not None:
+        words.append("--resume")
+    return main(["train", *words], ends_process=True)
 
 
-def _is_ours(words: Sequence[str]) -> bool:
-    """Whether an earlier attempt of this submission began the run in the folder.
+def _begun_folder(words: Sequence[str]) -> RunFolder | None:
+    """Return the run's folder if an earlier attempt of this submission began the run there.
 
     Waits, at most ``LOCK_WAIT_S``, until the driver of that attempt has released the folder.
 
@@ -48,9 +56,9 @@ def _is_ours(words: Sequence[str]) -> bool:
     wait_until_free(folder.storage, wait_s=LOCK_WAIT_S, log=partial(print, flush=True))
     submission = this_submission()
     if config.run.resume or submission is None:
-        return False  # --resume is given already, or no submission is known
+        return None  # --resume is given already, or no submission is known
     try:
-        return folder.begun_by() == submission
+        return folder if folder.begun_by() == submission else None
     except OSError as error:
         raise CheckpointError(folder.root, f"cannot be read: {in_words(error)}") from error
 

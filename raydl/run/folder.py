@@ -32,7 +32,7 @@ from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
-from raydl.errors import ConfigError, DataError
+from raydl.errors import CheckpointError, ConfigError, DataError
 from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.lock import held
@@ -196,6 +196,21 @@ class RunFolder:
         if not _is_of_raydl(values):
             raise DataError(self.root, "no run is there: its config.json is not of raydl")
         return from_dict(TrainConfig, values["config"])
+
+    def is_complete(self) -> bool:
+        """Return whether a start trained to the end and wrote all files of the run.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        try:
+            result = json.loads(self.storage.read_bytes("result.json"))
+            is_stopped = not isinstance(result, dict) or bool(result.get("stopped_by"))
+            return not is_stopped and self.storage.exists("center.safetensors")
+        except (FileNotFoundError, ValueError):
+            return False
+        except OSError as error:
+            raise CheckpointError(self.root, f"cannot be read: {in_words(error)}") from error
 
     def redacted_settings(self) -> list[str]:
         """Return the dotted names of the settings whose credentials ``config.json`` omits."""

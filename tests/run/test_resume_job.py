@@ -31,6 +31,20 @@ def test_a_resubmitted_run_resumes_from_its_checkpoint(tmp_path, capsys):
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
 
 
+def test_a_run_that_was_complete_when_its_driver_was_lost_ends_well(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setenv("RAYDL_SUBMISSION", "ours")
+    assert cli.main(["train", *options_of(run)]) == 0
+    before = (run / "result.json").read_bytes()
+    capsys.readouterr()
+    assert resume_job.resume(options_of(run)) == 0
+    assert capsys.readouterr().out == f"the run is complete: {run}\n"
+    assert (run / "result.json").read_bytes() == before
+    (run / "center.safetensors").unlink()  # its driver was lost before it had written all
+    assert resume_job.resume(options_of(run)) == 0
+    assert (run / "center.safetensors").exists()
+
+
 def begin(run, monkeypatch, submission):
     """Leave what an attempt leaves that was lost before its first checkpoint."""
     monkeypatch.setenv("RAYDL_SUBMISSION", submission)
