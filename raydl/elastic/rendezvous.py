@@ -32,6 +32,11 @@ _GRACE_S = 1.0
 """Time for members to complete a round that others have completed, in seconds."""
 
 
+def age_of(snapshot: Snapshot) -> Age:
+    """Return the age of a center that a worker has loaded, or that the server keeps."""
+    return snapshot.progress.round, int(snapshot.ledger["num_changes"])
+
+
 class Signal(enum.Enum):
     """The answer of the rendezvous to a member's heartbeat."""
 
@@ -111,6 +116,8 @@ class Rendezvous:
         self._invitations: dict[str, Invitation] = {}
         self._changes: list[Membership] = []
         self._has_center = False
+        self._copy_age: Age = (0, 0)
+        """Age of the server's copy of the center."""
         self._over_since: float | None = None
         self._num_left = 0
         self._quiet_since = clock()
@@ -193,8 +200,13 @@ class Rendezvous:
 
     # calls of the server
 
-    def note_center(self) -> None:
-        """Note that the server has the center: with messages, each worker now moves alone."""
+    def note_center(self, age: Age = (0, 0)) -> None:
+        """Note that the server has the center: with messages, each worker now moves alone.
+
+        Args:
+            age: age of that center.
+        """
+        self._copy_age = age
         if self._has_center:
             return
         self._has_center, self._over_since = True, None
@@ -297,16 +309,20 @@ class Rendezvous:
         """Return (the worker with the furthest copy of the center, the age of that copy).
 
         Only members of the previous generation have one: the rounds of a worker that was left out
-        are not in the others' center. In the first generation, all workers are new.
+        are not in the others' center. In the first generation, all workers are new. Later a new
+        worker has one if no member is left, and it has loaded a center further than the server's.
         """
         if not self._is_together:
             return None, NO_COPY
-        before = self.membership.generation
-        ages = {w: self._waiting[w].age for w in chosen if self._waiting[w].generation == before}
-        known = [w for w, age in ages.items() if age > NO_COPY]
-        if not known:
+        before, waiting = self.membership.generation, {w: self._waiting[w] for w in chosen}
+        known = {w: x.age for w, x in waiting.items() if x.generation == before and x.age > NO_COPY}
+        loaded = {
+            w: x.age for w, x in waiting.items() if x.generation == 0 and x.age > self._copy_age
+        }
+        ages = known or loaded
+        if not ages:
             return None, NO_COPY
-        source = max(known, key=lambda w: ages[w])  # the first of equals
+        source = max(ages, key=lambda w: ages[w])  # the first of equals
         return source, ages[source]
 
     def _why_not(self, worker_id: str) -> str:
@@ -421,22 +437,22 @@ class RendezvousServer(CenterEndpoint):
         Args:
             generation: number of the generation. The center of an earlier one is ignored.
             snapshot: the center.
-            non_trainable: the non-trainable state of a new worker. The first one to arrive is used
-                by all workers.
+            non_trainable: the non-trainable state of a new worker. Workers that enter from now on
+                begin with it.
         """
         with self._lock:
-            if self._non_trainable is None:
-                self._non_trainable = non_trainable
             is_late = generation != self._rendezvous.membership.generation
             if is_late or self._center_server is not None:
                 return
+            if non_trainable is not None:
+                self._non_trainable = non_trainable
             if self._job.method.is_sync:
                 self._copy, self._copy_generation = snapshot, generation
             else:
                 self._center_server = CenterServer(self._job, snapshot, node=self._node)
                 self._rendezvous.pop_changes()  # they were before this center
                 self._change(self._rendezvous.membership)
-            self._rendezvous.note_center()
+            self._rendezvous.note_center(age_of(snapshot))
             self._apply_changes()
 
     def fetch(self, worker_id: str, invitation: Invitation) -> Snapshot | None:
@@ -458,7 +474,7 @@ class RendezvousServer(CenterEndpoint):
             return self._copy if invitation.source is None or is_newest else None
 
     def first_non_trainable(self) -> NonTrainable:
-        """Return the non-trainable state that all workers begin with; call it after ``fetch``."""
+        """Return the non-trainable state that new workers begin with; call it after ``fetch``."""
         with self._lock:
             assert self._non_trainable is not None, "it arrives with the first center"
             return self._non_trainable

@@ -36,7 +36,7 @@ from raydl.core.reports import Outcome
 from raydl.core.rules import Rule, Sends
 from raydl.core.strategy import Strategy
 from raydl.data import DataShape
-from raydl.elastic.rendezvous import Age, Signal
+from raydl.elastic.rendezvous import Age, Signal, age_of
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, ExchangeError, ShapeError, StepError
 from raydl.metrics import TimeParts
@@ -530,7 +530,7 @@ class Attached(Optimizer):
             return runner.strategy.ledger_round, runner.num_changes + runner.round
         if self._loaded is None:
             return 0, 0
-        return self._loaded.progress.round, int(self._loaded.ledger["num_changes"])
+        return age_of(self._loaded)
 
     def _start_replica(self, snapshot: Snapshot) -> None:
         """Bring the replica to the start of a generation."""

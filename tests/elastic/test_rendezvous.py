@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from user_loops import Threads, settings
+from user_loops import Threads, run_all, same, settings
 
 from raydl.config import MethodConfig
 from raydl.core.methods import METHODS
@@ -154,6 +154,36 @@ def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
     gathering.pass_s(LEASE_S)
     call = gathering.poll("w1")
     assert (call.source, call.age) == (None, NO_COPY)
+
+
+@pytest.mark.parametrize(
+    ("kept", "loaded", "source"),
+    [
+        ((0, 0), (0, 0), None),  # a new model replaces no center
+        ((0, 0), (50, 9), "w3"),
+        ((50, 8), (50, 9), "w3"),
+        ((50, 9), (50, 9), None),
+        ((60, 2), (50, 9), None),
+    ],
+)
+def test_after_all_are_lost_the_furthest_of_loaded_and_kept_centers_is_the_source(
+    kept, loaded, source
+):
+    gathering = Gathering((2, 2))
+    gathering.come("w0", "w1")
+    gathering.rendezvous.note_center(kept)
+    gathering.pass_s(LEASE_S)
+    gathering.poll("w2", age=(0, 0))
+    call = gathering.poll("w3", age=loaded)
+    assert (call.source, call.age) == (source, loaded if source else NO_COPY)
+
+
+def test_a_loaded_center_replaces_none_that_members_have():
+    gathering = Gathering((1, 2))
+    gathering.come("w0")
+    gathering.rendezvous.note_center()
+    gathering.poll("w1", age=(50, 9))
+    assert gathering.poll("w0", 1, (5, 9)).source == "w0"
 
 
 def test_a_worker_that_left_for_good_needs_no_replacement():
@@ -362,6 +392,47 @@ def test_the_center_of_the_last_worker_is_there_for_the_next_one():
     model = torch.nn.Linear(4, 1)
     with loops.threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)):
         assert torch.equal(model.weight, center["weight"])
+
+
+def attached(threads, worker_id, seed):
+    """Return (handle, model) of a worker; one layer is not trained, but the same for all."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Linear(1, 1))
+    model[1].requires_grad_(False)
+    return threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), worker_id), model
+
+
+def steps(elastic, model, count):
+    for _ in range(count):
+        elastic.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        elastic.step()
+
+
+def test_workers_restarted_from_a_state_continue_it_although_an_older_center_is_kept():
+    method = MethodConfig(name="sync-easgd", period=1)
+    elastic, model = attached(Threads(settings(method, 1)), "w0", 0)
+    with elastic:
+        steps(elastic, model, 8)
+        state, center = elastic.state_dict(), elastic.center_state_dict()
+    threads = Threads(settings(method, 2, lease_s=0.8))
+
+    def is_lost(worker_id, seed):
+        elastic, _ = attached(threads, worker_id, seed)
+        elastic.join()
+        die(elastic)
+
+    def restarted(worker_id, seed):
+        elastic, _ = attached(threads, worker_id, seed)
+        if worker_id == "w1":  # the other one is to follow
+            elastic.load_state_dict(state)
+        with elastic:
+            assert elastic.local_step == 8
+            return elastic.center_state_dict()
+
+    run_all([lambda: is_lost("w0", 1), lambda: is_lost("w1", 2)])
+    for found in run_all([lambda: restarted("w0", 3), lambda: restarted("w1", 4)]):
+        assert same(found, center)
 
 
 def test_a_loop_that_forgot_to_detach_does_not_block_others():
