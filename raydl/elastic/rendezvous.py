@@ -187,8 +187,13 @@ class Rendezvous:
         grace_s = _GRACE_S if is_whole else 0.0
         return Signal.OVER if now - self._over_since >= grace_s else Signal.REGROUP
 
-    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Remove a worker that leaves for good; return whether no worker remains."""
+    def is_last(self, worker_id: str, generation: int) -> bool:
+        """Return whether a worker is the only member; others may wait."""
+        self._drop_silent(self._clock())
+        return self._entered == {worker_id: generation}
+
+    def leave_rendezvous(self, worker_id: str, generation: int) -> None:
+        """Remove a worker that leaves for good."""
         now = self._clock()
         self._waiting.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
@@ -196,7 +201,6 @@ class Rendezvous:
             self._num_left += 1
             self._remove(worker_id, now)
         self._drop_silent(now)
-        return not self._entered and not self._waiting
 
     # calls of the server
 
@@ -257,8 +261,8 @@ class Rendezvous:
             self._number(tuple(w for w in self.membership.worker_ids if w != worker_id))
         elif self._over_since is None:
             self._over_since = now
-        if not self._entered and not self._waiting:  # the next workers start like the first ones
-            self._num_left = 0
+        if not self._entered and not any(w.generation for w in self._waiting.values()):
+            self._num_left = 0  # the next workers start like the first ones
 
     def _newcomers(self) -> list[str]:
         """Return the waiting workers that are not members, in the order of their ids."""
@@ -422,12 +426,29 @@ class RendezvousServer(CenterEndpoint):
             self._apply_changes()
             return signal
 
-    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Remove a worker that leaves for good; return whether it is to ``put`` its copy."""
+    def leave_rendezvous(self, worker_id: str, generation: int, has_copy: bool) -> bool:
+        """Remove a worker that leaves for good, unless it is to ``put`` its copy before.
+
+        The last member stays until its copy is here: waiting workers would start from an older one.
+
+        Args:
+            worker_id: its id.
+            generation: the generation that it was last invited into.
+            has_copy: whether it has a copy of the center that it has not ``put``.
+
+        Returns:
+            Whether it is to ``put`` its copy, and to leave then.
+        """
         with self._lock:
-            is_last = self._rendezvous.leave_rendezvous(worker_id, generation)
+            is_to_put = (
+                has_copy
+                and self._job.method.is_sync
+                and self._rendezvous.is_last(worker_id, generation)
+            )
+            if not is_to_put:
+                self._rendezvous.leave_rendezvous(worker_id, generation)
             self._apply_changes()
-            return is_last and self._job.method.is_sync
+            return is_to_put
 
     def put(
         self, generation: int, snapshot: Snapshot, non_trainable: NonTrainable | None = None

@@ -52,6 +52,8 @@ class _Participation:
     generation: int = 0
     signal: Signal = Signal.GO_ON
     """Answer to the last heartbeat."""
+    has_entered: bool = False
+    """Whether this worker has connected, and so has a copy of the center."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
 
@@ -122,7 +124,7 @@ class RendezvousClient:
         """
         server = self._registered()
         self._close_transport()
-        age = NO_COPY if age == self._stale_age else age
+        own_age, age = age, NO_COPY if age == self._stale_age else age
         # The server bounds this wait.
         last = self._current.generation
         while (invitation := server.poll_invitation(self.worker_id, last, age)) is None:
@@ -132,7 +134,8 @@ class RendezvousClient:
         is_equal = self._has_entered and invitation.source is not None and age == invitation.age
         has_newest = is_equal or invitation.source == self.worker_id
         # Until it enters, its own copy is stale: the others continue from another one.
-        self._stale_age = None if has_newest or age == invitation.age else age
+        is_current = has_newest or age == invitation.age != NO_COPY
+        self._stale_age = None if is_current else own_age
         if invitation.source == self.worker_id:
             non_trainable = None if self._has_entered else own_non_trainable()
             server.put(invitation.generation, own(), non_trainable)
@@ -143,7 +146,7 @@ class RendezvousClient:
         self._transport = transport = self._make_transport(
             self.worker_id, invitation.membership, current.abandoned
         )
-        self._stale_age, self._has_entered = None, True
+        self._stale_age, self._has_entered, current.has_entered = None, True, True
         return Entry(invitation.membership, transport, snapshot, first)
 
     def check(self) -> None:
@@ -194,12 +197,20 @@ class RendezvousClient:
             own: returns this worker's copy of the center, kept for later workers.
         """
         server, was_ended = self._server, self._ended.is_set()
-        self._ended.set()
-        if server is not None and not was_ended:
-            with contextlib.suppress(AttachError):  # the server was lost
-                if server.leave_rendezvous(self.worker_id, self._current.generation):
-                    server.put(self._current.generation, own())
-        self._close_transport()
+        try:
+            if server is not None and not was_ended:
+                self._leave(server, own)
+        finally:
+            self._ended.set()
+            self._close_transport()
+
+    def _leave(self, server: RendezvousServer, own: Callable[[], Snapshot]) -> None:
+        """Leave at the server; the heartbeats go on until then."""
+        generation, has_copy = self._current.generation, self._current.has_entered
+        with contextlib.suppress(AttachError):  # the server was lost
+            if server.leave_rendezvous(self.worker_id, generation, has_copy):
+                server.put(generation, own())
+                server.leave_rendezvous(self.worker_id, generation, False)
 
     def fall_silent(self) -> None:
         """Send no more heartbeats: within a lease this worker counts as lost."""

@@ -1,5 +1,6 @@
 """Who trains together where workers come by themselves: decided by a clock that a test turns."""
 
+import dataclasses
 import gc
 import threading
 import time
@@ -12,7 +13,7 @@ from user_loops import Threads, run_all, same, settings
 from raydl.config import MethodConfig
 from raydl.core.methods import METHODS
 from raydl.elastic.rendezvous import NO_COPY, Rendezvous, Signal
-from raydl.errors import AttachError
+from raydl.errors import AttachError, ExchangeError
 
 LEASE_S, TIMEOUT_S = 10.0, 100.0
 
@@ -189,12 +190,39 @@ def test_a_loaded_center_replaces_none_that_members_have():
 def test_a_worker_that_left_for_good_needs_no_replacement():
     gathering = Gathering((3, 3))
     gathering.come("w0", "w1", "w2")
-    assert not gathering.rendezvous.leave_rendezvous("w0", 1)
+    assert not gathering.rendezvous.is_last("w0", 1)
+    gathering.rendezvous.leave_rendezvous("w0", 1)
     assert gathering.heartbeat("w1", 1) is Signal.OVER
     assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
-    assert not gathering.rendezvous.leave_rendezvous("w1", 2)
-    assert gathering.rendezvous.leave_rendezvous("w2", 2)
+    assert not gathering.rendezvous.is_last("w1", 2)
+    gathering.rendezvous.leave_rendezvous("w1", 2)
+    assert gathering.rendezvous.is_last("w2", 2)
+    gathering.rendezvous.leave_rendezvous("w2", 2)
     assert gathering.come("w3", "w4") == [None, None]  # it begins anew, with three
+
+
+def test_workers_that_wait_when_the_last_member_leaves_begin_anew():
+    gathering = Gathering((2, 2))
+    gathering.come("w0", "w1")
+    gathering.rendezvous.leave_rendezvous("w0", 1)
+    gathering.come("w1", generation=1)
+    assert gathering.poll("w2") is None
+    assert gathering.rendezvous.is_last("w1", 2)
+    gathering.rendezvous.leave_rendezvous("w1", 2)
+    assert gathering.come("w2") == [None]
+    assert gathering.come("w3", "w2") == [("w2", "w3")] * 2
+
+
+def test_a_worker_that_was_left_out_trains_alone_when_the_others_have_left():
+    gathering = three_of(2)
+    for seconds in (LEASE_S - 1, 1):
+        assert gathering.come("w0", "w1", generation=2) == [None, None]
+        gathering.pass_s(seconds, w2=2)
+    assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
+    assert gathering.come("w2", generation=2) == [None]
+    gathering.rendezvous.leave_rendezvous("w0", 3)
+    gathering.rendezvous.leave_rendezvous("w1", 3)
+    assert gathering.come("w2", generation=2) == [("w2",)]
 
 
 def test_a_lost_worker_needs_a_replacement():
@@ -394,6 +422,10 @@ def test_the_center_of_the_last_worker_is_there_for_the_next_one():
         assert torch.equal(model.weight, center["weight"])
 
 
+def fails(worker_id, membership, abandoned):
+    raise ExchangeError(0, membership.generation, "the others were not reached")
+
+
 def attached(threads, worker_id, seed):
     """Return (handle, model) of a worker; one layer is not trained, but the same for all."""
     torch.manual_seed(seed)
@@ -432,6 +464,67 @@ def test_workers_restarted_from_a_state_continue_it_although_an_older_center_is_
 
     run_all([lambda: is_lost("w0", 1), lambda: is_lost("w1", 2)])
     for found in run_all([lambda: restarted("w0", 3), lambda: restarted("w1", 4)]):
+        assert same(found, center)
+
+
+def test_the_center_of_the_last_worker_is_there_for_one_that_waits():
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=100), (1, 2)))
+    last, model = attached(threads, "w0", 0)
+    last.join()
+    steps(last, model, 101)
+    put = threads.server.put
+    threads.server.put = lambda *copy: (time.sleep(0.2), put(*copy))  # the other one polls
+    with ThreadPoolExecutor(1) as pool:
+        new, _ = attached(threads, "w1", 1)
+        waiting = pool.submit(new.join)
+        while last._rendezvous.signal is not Signal.REGROUP:
+            time.sleep(0.01)
+        center = last.center_state_dict()
+        last.detach()
+        waiting.result(timeout=20)
+    assert same(new.center_state_dict(), center)
+    new.detach()
+
+
+def test_a_worker_that_never_entered_leaves_the_kept_center_as_it_is():
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
+    last, model = attached(threads, "w0", 0)
+    with last:
+        steps(last, model, 5)
+        center = last.center_state_dict()
+    failing, _ = attached(threads, "w1", 1)
+    failing._rendezvous._make_transport = fails
+    with pytest.raises(ExchangeError):
+        failing.join()
+    failing.detach()
+    new, _ = attached(threads, "w2", 2)
+    with new:
+        assert same(new.center_state_dict(), center)
+
+
+def test_a_worker_that_waited_in_vain_for_a_replacement_leaves_its_center():
+    config = settings(MethodConfig(name="sync-easgd", period=1), 2, lease_s=0.8)
+    scaling = dataclasses.replace(config.scaling, start_timeout_s=2.0)
+    threads = Threads(dataclasses.replace(config, scaling=scaling))
+
+    def is_lost():
+        elastic, model = attached(threads, "w1", 1)
+        steps(elastic, model, 5)
+        die(elastic)
+
+    def stays():
+        elastic, model = attached(threads, "w0", 0)
+        with pytest.raises(AttachError, match="1 of 2 workers arrived"), elastic:
+            steps(elastic, model, 50)
+        return elastic.center_state_dict()
+
+    def follows(worker_id):
+        elastic, _ = attached(threads, worker_id, 2)
+        with elastic:
+            return elastic.center_state_dict()
+
+    center, _ = run_all([stays, is_lost])
+    for found in run_all([lambda: follows("w2"), lambda: follows("w3")]):
         assert same(found, center)
 
 
