@@ -17,7 +17,6 @@ import torch
 
 from raydl.collective.sync_exchange import GradientGroup, Group
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback, parse_codec
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import StepPlan
 from raydl.core.job import BeforeStep, Job, first_model
@@ -156,10 +155,8 @@ class Worker:
         self.replica.load_state_dict(own_state["replica"], copies=False)
         self.runner.local_step = own_state["local_step"]
         self.runner.losses.load_state_dict(own_state)
-        codec = parse_codec((snapshot.tuning or self._job.config.exchange).compression)
-        for start, stop, residual in own_state["feedback"]:
-            feedback = self.runner.feedback[start, stop] = ErrorFeedback(codec)
-            feedback.load_state_dict(residual)
+        tuning = snapshot.tuning or self._job.config.exchange
+        self.runner.load_feedback(own_state["feedback"], tuning.compression)
         load_generators(own_state["generators"], self._device)
         is_old = own_state.get("round", snapshot.progress.round) != snapshot.progress.round
         has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
@@ -403,6 +400,6 @@ class Worker:
                 "round": self.round,
                 "num_trained": len(self.runner.trained),
                 **self.runner.losses.state_dict(),
-                "feedback": [[*span, f.state_dict()] for span, f in self.runner.feedback.items()],
+                "feedback": self.runner.feedback_state(),
                 "generators": generators_state(self._device),
             }

@@ -18,7 +18,7 @@ import torch
 from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback
+from raydl.core.compression import ErrorFeedback, parse_codec
 from raydl.core.exchange import Header, StepPlan
 from raydl.core.job import Job
 from raydl.core.membership import Membership
@@ -152,6 +152,23 @@ class RoundRunner:
         self.trained.keep_first(0)
         self.losses = Losses()
         self.feedback.clear()
+
+    def feedback_state(self) -> list[list[Any]]:
+        """Return the state of the error feedback: start, stop and state of each span."""
+        return [[*span, feedback.state_dict()] for span, feedback in self.feedback.items()]
+
+    def load_feedback(self, state: list[list[Any]], compression: str) -> None:
+        """Load what ``feedback_state`` returned.
+
+        Args:
+            state: start, stop and state of each span.
+            compression: codec of the messages from now on.
+        """
+        codec = parse_codec(compression)
+        self.feedback.clear()
+        for start, stop, residual in state:
+            feedback = self.feedback[start, stop] = ErrorFeedback(codec)
+            feedback.load_state_dict(residual)
 
     def _tensors_of(self, center: Snapshot) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.replica.flat.weights.device

@@ -404,6 +404,7 @@ class Attached(Optimizer):
             "local_step": self.local_step,
             "replica": self._replica.state_dict(),
             "untrained": self._frozen(),
+            "feedback": self._runner.feedback_state(),
             "center": {
                 **{name: value for name, value in vars(center).items() if name not in _RENAMED},
                 **vars(center.progress),
@@ -444,6 +445,8 @@ class Attached(Optimizer):
             self._loaded_non_trainable = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
+        compression = self._job.config.exchange.compression
+        self._runner.load_feedback(state.get("feedback", []), compression)  # not in earlier states
         self._runner.local_step = state["local_step"]
 
     def join(self) -> None:

@@ -108,12 +108,12 @@ def test_a_users_loop_trains_the_same_bits_as_a_run(name, period, exchange, set_
 # calls around steps
 
 
-def alone(method="sync-easgd", period=2):
+def alone(method="sync-easgd", period=2, **exchange):
     """Return (model, optimizer, attached) of a run of one worker."""
     torch.manual_seed(3)
     model = net()
     optimizer = sgd(model)
-    threads = Threads(settings(MethodConfig(name=method, period=period), 1))
+    threads = Threads(settings(MethodConfig(name=method, period=period), 1, **exchange))
     return model, optimizer, threads.attach(model, optimizer)
 
 
@@ -158,14 +158,22 @@ def test_a_step_inside_center_is_refused():
         elastic.step()
 
 
-def test_a_loop_resumed_from_its_state_trains_the_same_bits():
-    model, optimizer, elastic = alone()
+@pytest.mark.parametrize(
+    ("method", "exchange"),
+    [
+        ("sync-easgd", {}),
+        ("local-sgd", {"compression": "topk:0.1"}),
+        ("local-sgd", {"compression": "topk:0.1", "fragments": 2}),
+    ],
+)
+def test_a_loop_resumed_from_its_state_trains_the_same_bits(method, exchange):
+    model, optimizer, elastic = alone(method, **exchange)
     with elastic:
         take_steps(model, optimizer, elastic, 4)
         state = roundtrip(elastic.state_dict())
         take_steps(model, optimizer, elastic, 5, first=4)
         whole, center = copied(model), elastic.center_state_dict()
-    model, optimizer, elastic = alone()
+    model, optimizer, elastic = alone(method, **exchange)
     elastic.load_state_dict(state)
     with elastic:
         assert elastic.local_step == 4
@@ -181,13 +189,14 @@ def roundtrip(state):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-def test_a_state_from_before_there_was_an_untrained_state_is_loaded():
+def test_a_state_from_before_it_had_untrained_tensors_and_error_feedback_is_loaded():
     model, optimizer, elastic = alone()
     with elastic:
         take_steps(model, optimizer, elastic, 4)
         state = roundtrip(elastic.state_dict())
     for part in (state, state["center"], state["replica"]):
         del part["untrained"]
+    del state["feedback"]
     model, optimizer, elastic = alone()
     elastic.load_state_dict(state)
     with elastic:
