@@ -132,6 +132,7 @@ class Rendezvous:
             number += 1
             worker_id = f"{preferred_id}-{number}" if preferred_id else f"w{number}"
         self._names.add(worker_id)
+        self._quiet_since = self._clock()  # it is about to poll
         return worker_id
 
     def poll_invitation(self, worker_id: str, *, generation: int, age: Age) -> Invitation | None:
@@ -225,7 +226,7 @@ class Rendezvous:
         return changes
 
     def quiet_s(self) -> float:
-        """Return the seconds without any member or waiting worker."""
+        """Return the seconds without any member, or waiting or new worker."""
         now = self._clock()
         self._drop_silent(now)
         return now - self._quiet_since
@@ -505,7 +506,7 @@ class RendezvousServer(CenterEndpoint):
         return None if self._center_server is None else self._center_server.snapshot()
 
     def quiet_s(self) -> float:
-        """Return the seconds without any member or waiting worker."""
+        """Return the seconds without any member, or waiting or new worker."""
         with self._lock:
             quiet_s = self._rendezvous.quiet_s()
             self._apply_changes()

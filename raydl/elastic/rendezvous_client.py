@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,11 +65,11 @@ class RendezvousClient:
 
     Args:
         name: name of the run, for messages.
-        find: returns the rendezvous server, or starts it; called when this worker first enters.
-            If the server is a proxy of another process, each of its calls may raise an AttachError:
-            the server was lost, or does not answer.
+        register: registers this worker at the rendezvous server when it first enters: given the
+            preferred id, it returns (the server, the worker's id). If the server is a proxy of
+            another process, each of its calls may raise an AttachError: the server was lost, or
+            does not answer.
         make_transport: connects this worker with the others, or with the center.
-        terms: values that all workers must share, by setting.
         lease_s: seconds without a heartbeat after which a worker is lost.
         in_rounds: whether each worker holds the center, instead of the server.
         preferred_id: the worker's id, if no other worker has it.
@@ -78,19 +78,17 @@ class RendezvousClient:
     def __init__(
         self,
         name: str,
-        find: Callable[[], RendezvousServer],
+        register: Callable[[str | None], tuple[RendezvousServer, str]],
         make_transport: MakeTransport,
         *,
-        terms: Mapping[str, Any],
         lease_s: float,
         in_rounds: bool,
         preferred_id: str | None = None,
     ) -> None:
         self.name = name
         self.worker_id = preferred_id or ""
-        self._find = find
+        self._register = register
         self._make_transport = make_transport
-        self._terms = dict(terms)
         self._every_s = min(_HEARTBEAT_EVERY_S, lease_s / 4)
         self._in_rounds = in_rounds
         self._preferred_id = preferred_id
@@ -158,8 +156,7 @@ class RendezvousClient:
         """Return the server; register this worker there first, if it is new."""
         self.check()
         if self._server is None:
-            self._server = self._find()
-            self.worker_id = self._server.register(self._preferred_id, self._terms)
+            self._server, self.worker_id = self._register(self._preferred_id)
             # A daemon: the end of the process does not wait for it.
             threading.Thread(
                 target=self._send_heartbeats, args=(self._server,), daemon=True

@@ -20,7 +20,13 @@ from typing import Any, cast
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 from torch import nn
 from torch.optim import Optimizer
 
@@ -41,6 +47,8 @@ from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 _ANSWER_S = 60.0
 """The longest wait for an answer of the rendezvous actor, in seconds."""
 _RETRY_S = 0.2
+_MOST_STARTS = 5
+"""The most rendezvous actors that a new worker tries: each may have been about to end."""
 _LOST = "the rendezvous actor was lost ({}); attach under another name, from a state that you saved"
 
 
@@ -105,9 +113,8 @@ def attach(
     transports = Transports(name, job, terms_of(job, model))
     rendezvous = RendezvousClient(
         name,
-        transports.find,
+        transports.register,
         transports.make,
-        terms=transports.terms,
         lease_s=config.elastic.lease_s,
         in_rounds=job.method.is_sync,
         preferred_id=worker_id,
@@ -158,18 +165,33 @@ class Transports:
     """
 
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
-        self.terms = terms
+        self._terms = terms
         self._name = name
         self._job = job
         self._actor: ActorHandle = None
         self._run_id = ""
 
-    def find(self) -> RendezvousServer:
-        """Return a proxy of the rendezvous server; start its actor if this worker is the first.
+    def register(self, preferred_id: str | None) -> tuple[RendezvousServer, str]:
+        """Register this worker at the rendezvous; return (a proxy of its server, the worker's id).
+
+        Args:
+            preferred_id: the worker's id, if no other worker has it.
 
         Raises:
-            AttachError: if it did not start.
+            AttachError: if the rendezvous actor did not start.
+            ConfigError: if this worker's settings differ from those of the run.
         """
+        for _ in range(_MOST_STARTS - 1):
+            try:
+                return self._register(preferred_id)
+            except AttachError as error:
+                if not isinstance(error.__cause__, ActorDiedError):
+                    raise
+            time.sleep(_RETRY_S)  # it has just ended: start the next one
+        return self._register(preferred_id)
+
+    def _register(self, preferred_id: str | None) -> tuple[RendezvousServer, str]:
+        """Register once, at the actor that exists; start it if this worker is the first."""
         most = self._job.config.scaling.max_workers
         self._actor = RendezvousActor.options(  # type: ignore[attr-defined]
             name=f"raydl.attach {ray.get_runtime_context().get_job_id()} {self._name}",
@@ -179,10 +201,11 @@ class Transports:
             lifetime="detached",
             max_concurrency=3 * most + 8,
             resources={"node:__internal_head__": 0.001},
-        ).remote(self._name, self._job, self.terms)
+        ).remote(self._name, self._job, self._terms)
         proxy = RendezvousProxy(self._name, self._actor)
         self._run_id = proxy.call("run_id", timeout_s=START_S)
-        return cast(RendezvousServer, proxy)  # it has the same methods
+        worker_id = proxy.call("register", preferred_id, self._terms)
+        return cast(RendezvousServer, proxy), worker_id  # it has the same methods
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:
         """Connect a worker with a membership, until the event is set.

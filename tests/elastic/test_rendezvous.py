@@ -248,6 +248,14 @@ def test_ids_are_never_used_again():
     assert len({*names, "w0", "w1"}) == 7
 
 
+def test_the_rendezvous_is_not_quiet_while_a_new_worker_is_about_to_poll():
+    gathering = Gathering((1, 1))
+    gathering.now = 59.0
+    assert gathering.rendezvous.quiet_s() == 59
+    gathering.rendezvous.new_worker_id()
+    assert gathering.rendezvous.quiet_s() == 0
+
+
 # by messages
 
 

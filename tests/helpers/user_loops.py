@@ -54,16 +54,15 @@ class Threads:
         terms = terms_of(job, model)
         self.is_sync = job.method.is_sync
 
-        def find() -> RendezvousServer:
+        def register(preferred_id: str | None) -> tuple[RendezvousServer, str]:
             with self._lock:
                 self.server = self.server or RendezvousServer("run", job, terms)
-            return self.server
+            return self.server, self.server.register(preferred_id, terms)
 
         rendezvous = RendezvousClient(
             "run",
-            find,
+            register,
             self.make_transport,
-            terms=terms,
             lease_s=self.config.elastic.lease_s,
             in_rounds=job.method.is_sync,
             preferred_id=worker_id,
