@@ -41,7 +41,9 @@ def only(values: Sequence[T]) -> T:
 
 
 def flat(value: Value, device: str) -> Tensor:
-    """Return the elements of a tensor, shape [n], without a copy if it is contiguous.
+    """Return the elements of a tensor as contiguous memory, shape [n].
+
+    A tensor that is contiguous is not copied.
 
     Args:
         value: a dense tensor, or an array.
@@ -58,7 +60,8 @@ def flat(value: Value, device: str) -> Tensor:
             f"device={found!r}",
         )
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        return value.detach().reshape(-1)
+        # A column is a strided view even after reshape; conjugation and sign may be mere marks.
+        return value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     if isinstance(value, np.ndarray):
         try:  # copies read-only arrays, such as those of Ray's object store
             return torch.from_numpy(np.require(value, requirements=["C", "W"])).reshape(-1)

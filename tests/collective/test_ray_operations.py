@@ -235,6 +235,64 @@ def test_tensors_of_any_layout_are_reduced_in_place(ranks, shape):
     assert ranks(2).by_ray(reduced) == [[True, True]] * 2
 
 
+LAYOUTS = {
+    "every second element": lambda whole: whole.flatten()[::2],
+    "a column": lambda whole: whole[:, 1],
+    "a transposed one": lambda whole: whole.T,
+    "a parameter": lambda whole: torch.nn.Parameter(whole[:, 1]),
+    "conjugated": lambda whole: whole.to(torch.complex64).conj(),
+    "negated": lambda whole: (1j * whole).conj().imag,  # a view that has only a sign bit
+}
+REPEATED = {"one element, repeated": lambda whole: whole[:1, :1].expand(2, 3)}
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *REPEATED])
+def test_torch_tensors_of_any_layout_are_sent(ranks, layout):
+    def sent(name, rank):
+        value = {**LAYOUTS, **REPEATED}[layout](torch.arange(12.0).reshape(4, 3) + 20 * rank)
+        before, out = value.tolist(), [torch.zeros_like(value) for _ in range(2)]
+        collective.allgather(out, value, name)
+        copies = [torch.zeros_like(value) if rank else value for _ in range(2)]
+        (collective.recv if rank else collective.send)(copies[0], 1 - rank, name)
+        collective.broadcast(copies[1], 0, name)
+        assert value.tolist() == before
+        return before, [each.tolist() for each in (*out, *copies)]
+
+    (first, at_first), (second, at_second) = ranks(2).by_ray(sent)
+    assert at_first == at_second == [first, second, first, first]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_tensors_of_any_layout_are_filled(ranks, layout):
+    def filled(name, rank):
+        whole = [torch.arange(12.0).reshape(4, 3) + 20 * rank for _ in range(4)]
+        target, *out, received = [LAYOUTS[layout](each) for each in whole]
+        value = target.tolist()
+        collective.broadcast(target, 1, name)
+        collective.allgather(out, out[rank], name)
+        (collective.send if rank else collective.recv)(received, 1 - rank, name)
+        return value, target.tolist(), received.tolist(), [each.tolist() for each in out]
+
+    (own, *first), (other, *second) = ranks(2).by_ray(filled)
+    assert first == second == [other, other, [own, other]]
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "conjugated"])
+def test_torch_tensors_of_any_layout_are_reduced(ranks, layout):
+    def reduced(name, rank):
+        whole = [torch.arange(12.0).reshape(4, 3) for _ in range(4)]
+        given, *totals = [LAYOUTS[layout](each) for each in whole]
+        before = given.tolist()
+        collective.allreduce(totals[0], name)
+        collective.reduce(totals[1], 0, name)
+        collective.reducescatter(totals[2], [given] * 2, name)
+        assert given.tolist() == before
+        return (2 * given).tolist(), given.tolist(), [total.tolist() for total in totals]
+
+    (twice, once, first), (_, _, second) = ranks(2).by_ray(reduced)
+    assert (first, second) == ([twice, twice, twice], [twice, once, twice])
+
+
 def read_only():
     array = np.ones(3)
     array.flags.writeable = False
