@@ -426,21 +426,20 @@ class Attached(Optimizer):
         of a plain optimizer is loaded at any time, into the optimizer alone.
 
         Raises:
-            AttachError: if this worker has joined already.
+            AttachError: if this worker has joined already, and this is not its present state.
         """
         if "replica" not in state:
             self._optimizer.load_state_dict(state)
             return
-        has_steps = bool(state["local_step"] or self.local_step)
         if self._runner.strategy is not None:
-            if not has_steps:
+            if self._is_present(state):
                 return  # some libraries load the state that they have just read
             raise AttachError(
                 self._rendezvous.name,
                 "load_state_dict must be called before `with`, step() and rank",
             )
         self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
-        if has_steps:
+        if state["local_step"] or self.local_step:
             self._loaded = _loaded_center(state["center"])
             self._loaded_non_trainable = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
@@ -448,6 +447,11 @@ class Attached(Optimizer):
         compression = self._job.config.exchange.compression
         self._runner.load_feedback(state.get("feedback", []), compression)  # not in earlier states
         self._runner.local_step = state["local_step"]
+
+    def _is_present(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state of ``state_dict`` has this worker's present steps and weights."""
+        weights = state["replica"]["weights"].to(self._flat.weights)
+        return state["local_step"] == self.local_step and torch.equal(weights, self._flat.weights)
 
     def join(self) -> None:
         """Join the others now; otherwise this worker does so with its first step.
@@ -652,8 +656,9 @@ def _loaded_center(center: Mapping[str, Any]) -> Snapshot:
     """Return the center in a saved state."""
     names = {field.name for field in dataclasses.fields(Snapshot)}
     kept = {name: value for name, value in center.items() if name in names}
-    arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
-    non_trainable = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
+    arrays = {name: center[name].cpu().numpy() for name in ("weights", "buffers")}
+    others = center.get("untrained", {})
+    non_trainable = {name: tensor.cpu().numpy() for name, tensor in others.items()}
     progress = Progress.from_dict(center)
     return Snapshot(**{**kept, **arrays, "progress": progress, "non_trainable": non_trainable})
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+import threading
 
 import pytest
 import torch
@@ -244,10 +245,51 @@ def test_a_buffer_replaced_in_an_evaluation_is_restored():
 def test_a_state_must_be_loaded_before_the_worker_joins():
     model, optimizer, elastic = alone()
     with elastic:
-        elastic.load_state_dict(elastic.state_dict())  # as some libraries do, before any step
+        first = elastic.state_dict()
         take_steps(model, optimizer, elastic, 1)
-        with pytest.raises(AttachError, match="load_state_dict must be called before"):
-            elastic.load_state_dict(elastic.state_dict())
+        second = elastic.state_dict()
+        for state in (first, {**second, "replica": first["replica"]}, {**second, "local_step": 2}):
+            with pytest.raises(AttachError, match="load_state_dict must be called before"):
+                elastic.load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_state_that_was_just_read_may_be_loaded_at_any_time(num_steps):
+    """``accelerator.prepare`` does so."""
+    model, optimizer, elastic = alone()
+    with elastic:
+        take_steps(model, optimizer, elastic, num_steps)
+        before = copied(model)
+        elastic.load_state_dict(elastic.state_dict())
+        assert same(copied(model), before)
+        take_steps(model, optimizer, elastic, 1)
+        assert elastic.local_step == num_steps + 1
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_a_worker_that_joined_late_may_load_the_state_that_it_has_just_read(method):
+    threads = Threads(settings(MethodConfig(name=method, period=2), (1, 2)))
+    is_first_trained, is_second_done = threading.Event(), threading.Event()
+
+    def first():
+        model = net()
+        optimizer = sgd(model)
+        with threads.attach(model, optimizer, "w0") as elastic:
+            while not is_second_done.is_set():
+                take_steps(model, optimizer, elastic, 2)
+                is_first_trained.set()
+
+    def second():
+        assert is_first_trained.wait(60)
+        model = net()
+        try:
+            with threads.attach(model, sgd(model), "w1") as elastic:
+                assert elastic.local_step > 0
+                elastic.load_state_dict(elastic.state_dict())
+        finally:
+            is_second_done.set()
+
+    run_all([first, second])
 
 
 def test_a_detached_worker_takes_no_step():
