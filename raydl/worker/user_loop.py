@@ -260,6 +260,7 @@ class Attached(Optimizer):
         )
         self._flat = self._replica.flat
         self._flat.release_gradients()
+        self._exchanged = {id(parameter) for parameter in self._flat.parameters}
         self._runner = RoundRunner(job, self._replica, time_parts=self._parts)
         self._loaded: Snapshot | None = None
         self._loaded_non_trainable: Mapping[str, Any] = {}
@@ -301,6 +302,7 @@ class Attached(Optimizer):
 
     def _step_and_exchange(self) -> None:
         """Take the step along the gradients that the parameters have, or skip it."""
+        self._check_exchanged()
         if not self._has_finite_gradients():
             self._num_skipped += 1
             if self._num_skipped == _MOST_SKIPPED:
@@ -614,6 +616,19 @@ class Attached(Optimizer):
                 self._rendezvous.name,
                 f"{error}; move or convert the model before raydl.attach",
             ) from error
+
+    def _check_exchanged(self) -> None:
+        """Raise an AttachError if the optimizer would train a parameter that is not exchanged."""
+        for parameter in parameters_of(self._optimizer):
+            if parameter.grad is not None and id(parameter) not in self._exchanged:
+                names = {id(p): name for name, p in self._flat.model.named_parameters()}
+                name = names.get(id(parameter), "a parameter")
+                raise AttachError(
+                    self._rendezvous.name,
+                    f"{name} has a gradient but was not trainable at raydl.attach, so it would be "
+                    f"trained without being exchanged; unfreeze it before raydl.attach, and set "
+                    f"its group's lr to 0 until it is to be trained",
+                )
 
     def _load(self, weights: Tensor, buffers: Tensor, non_trainable: NonTrainable) -> None:
         """Load weights, buffers and non-trainable state into the model."""

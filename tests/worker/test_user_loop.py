@@ -320,6 +320,32 @@ def test_a_model_that_was_converted_raises():
             elastic.step()
 
 
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_a_layer_that_is_unfrozen_later_is_reported_before_it_is_trained(has_closure):
+    """Exchanges have the parameters that were trainable when the model was attached."""
+    model = net()
+    model[1].requires_grad_(False)
+    optimizer = sgd(model)  # has the frozen layer, too
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 1))
+    with threads.attach(model, optimizer) as elastic:
+        take_steps(model, optimizer, elastic, 3)
+        model[1].requires_grad_(True)
+        before = copied(model)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model[1](torch.ones(2, 16)).square().mean()
+            loss.backward()
+            return loss
+
+        if not has_closure:
+            closure()
+        with pytest.raises(AttachError, match=r"1\.weight has a gradient but was not trainable at"):
+            elastic.step(closure if has_closure else None)
+        assert same(copied(model), before)
+        assert elastic.local_step == 3
+
+
 def test_a_parameter_without_a_gradient_does_not_change():
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
