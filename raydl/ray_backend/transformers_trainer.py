@@ -24,7 +24,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
     elastic: Attached | None = None
     """The handle of ``raydl.attach``; None: the training has not begun, or has ended."""
     plain: Any = None
-    """The optimizer that the handle stands in for."""
+    """The optimizer that the handle stands in for; None: as for ``elastic``."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Join the others, with a replica that the trainer may have loaded."""
@@ -80,7 +80,8 @@ def attach_trainer(trainer: Trainer, **options: Any) -> ElasticCallback:
             return train(*arguments, **named)
         finally:
             callback.leave()
-            trainer.optimizer = callback.plain  # for another train()
+            if callback.plain is not None:  # else an error came before the optimizer was attached
+                trainer.optimizer, callback.plain = callback.plain, None  # for another train()
 
     trainer.create_optimizer, trainer.train = create_attached, train_together
     trainer.evaluate = _of_center(trainer.evaluate, callback)

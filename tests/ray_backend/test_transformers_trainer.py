@@ -146,6 +146,20 @@ def test_a_trainer_trains_again_and_an_error_lets_its_worker_leave(job, tmp_path
 
 
 @pytest.mark.processes
+def test_an_error_before_the_training_leaves_the_optimizer_that_the_trainer_was_given(
+    job, tmp_path, alone
+):
+    trainer, model = trainer_of(job, tmp_path, save_strategy="no")
+    trainer.optimizer = given = torch.optim.SGD(model.parameters(), lr=0.1)
+    raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
+    with pytest.raises(ValueError, match="checkpoint"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "absent"))
+    assert trainer.optimizer is given
+    trainer.train()
+    assert trainer.optimizer is given
+
+
+@pytest.mark.processes
 def test_other_callbacks_see_the_center_at_the_end(job, tmp_path, alone):
     import transformers
 
