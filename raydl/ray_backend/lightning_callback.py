@@ -34,6 +34,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._held, self._validation = contextlib.ExitStack(), contextlib.ExitStack()
+        self._has_joined = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the optimizer.
@@ -52,6 +53,8 @@ class LightningCallback(Callback):  # type: ignore[misc]
                 "optimizer",
                 f"must be one, but configure_optimizers returned {len(trainer.optimizers)}",
             )
+        self._held.close()  # after an exception it is still there
+        self._has_joined = False
         self.elastic = attach(pl_module, trainer.optimizers[0], **self._options)
         self.elastic.saves_frozen = False  # the trainer saves the module
         trainer.strategy.optimizers = [self.elastic]
@@ -64,6 +67,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
         """Join the others, with a replica that the trainer may have loaded."""
         if self.elastic is not None:
             self.elastic.join()
+            self._has_joined = True
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the center into the module until the end of the validation."""
@@ -85,12 +89,25 @@ class LightningCallback(Callback):  # type: ignore[misc]
         self._leave()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the others."""
+        """Leave the others at once.
+
+        Lightning calls the callbacks that write checkpoints last, so their checkpoints still have
+        the center. Before this worker has joined there is none.
+        """
+        self._detach()
+        if not self._has_joined:
+            self._held.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the others, also if a tuner ended the training."""
         self._leave()
 
     def _leave(self) -> None:
-        self._validation.close()
+        self._detach()
         self._held.close()
+
+    def _detach(self) -> None:
+        self._validation.close()
         if self.elastic is not None:
             self.elastic.detach()
             self.elastic = None

@@ -112,17 +112,68 @@ def test_weights_that_are_saved_alone_are_those_of_the_center(job, tmp_path, alo
     assert same(saved["state_dict"], copied(module))
 
 
-@pytest.mark.processes
-def test_after_an_error_the_worker_leaves(job, tmp_path, alone):
+@pytest.fixture
+def broken(job):
+    """A module whose training fails in its fourth step."""
+
     class Broken(job["Perceptron"]):
         def training_step(self, batch, number):
             if number == 3:
                 raise ZeroDivisionError("my own mistake")
             return super().training_step(batch, number)
 
+    return Broken()
+
+
+@pytest.mark.processes
+def test_after_an_error_the_worker_leaves(job, tmp_path, alone, broken):
     with pytest.raises(ZeroDivisionError, match="my own mistake"):
-        fit(job, tmp_path, alone, module=Broken())
+        fit(job, tmp_path, alone, module=broken)
     assert alone.elastic is None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_checkpoint_that_an_error_causes_has_the_center_and_the_replica(
+    job, tmp_path, alone, broken, is_alone
+):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(
+        dirpath=tmp_path / "saved", save_on_exception=True, save_weights_only=is_alone
+    )
+    with pytest.raises(ZeroDivisionError, match="my own mistake"):
+        fit(job, tmp_path, alone, module=broken, trainer={"callbacks": [alone, saving]})
+    (path,) = (tmp_path / "saved").iterdir()
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert not same(saved, copied(broken))
+    if is_alone:
+        return
+    (state,) = torch.load(path, weights_only=True)["optimizer_states"]
+    assert torch.equal(flat_of(saved), state["center"]["weights"])
+    assert torch.equal(flat_of(copied(broken)), state["replica"]["weights"])
+    _, module = fit(job, tmp_path / "again", alone, ckpt_path=str(path))  # goes on with both
+    assert not same(saved, copied(module))
+
+
+def flat_of(state):
+    """Return all tensors of a state as one."""
+    return torch.cat([tensor.flatten() for tensor in state.values()])
+
+
+@pytest.mark.processes
+def test_an_error_before_the_worker_has_joined_is_the_only_one(job, tmp_path, alone):
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    class Broken(job["Perceptron"]):
+        def on_fit_start(self):
+            raise ZeroDivisionError("my own mistake")
+
+    module, saving = Broken(), OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(ZeroDivisionError, match="my own mistake"):
+        fit(job, tmp_path, alone, module=module, trainer={"callbacks": [alone, saving]})
+    saved = torch.load(saving.ckpt_path, weights_only=True)["state_dict"]
+    assert same(saved, copied(module))
 
 
 @pytest.mark.processes
