@@ -19,7 +19,7 @@ from raydl.config import TrainConfig, dotted, from_dict, to_dict
 from raydl.core.callbacks import Callback
 from raydl.core.worker_group import Evaluated
 from raydl.errors import ConfigError
-from raydl.storage import Storage, below
+from raydl.storage import Storage, below, open_filesystem
 
 _CPUS_OF_A_TRIAL = 0.01
 
@@ -93,14 +93,22 @@ class _Reports(Callback):
         if not names or names[-1] == self._reported:
             return None
         self._reported = names[-1]
-        return tune.Checkpoint.from_directory(below(self._store.root, f"checkpoints/{names[-1]}"))
+        return _checkpoint_at(below(self._store.root, f"checkpoints/{names[-1]}"))
+
+
+def _checkpoint_at(place: str) -> tune.Checkpoint:
+    """Return the checkpoint in a local folder or at a URI."""
+    if "://" not in place:
+        return tune.Checkpoint.from_directory(place)
+    filesystem, path = open_filesystem(place)
+    return tune.Checkpoint(path, filesystem)
 
 
 def _root_of(config: TrainConfig, folder: str) -> str:
     """Return where the run of a local folder is kept."""
     if config.run.storage_path is None:
         return folder
-    return os.path.join(config.run.storage_path, os.path.basename(folder))
+    return below(config.run.storage_path, os.path.basename(folder))
 
 
 def _with_parameters(config: TrainConfig, parameters: Mapping[str, Any]) -> TrainConfig:

@@ -1,12 +1,16 @@
 """Trials of Ray Tune are elastic runs: workers are lost, a scheduler ends the weak ones."""
 
 import time
+from pathlib import Path
 
 import pytest
 import yaml
+from checkpoints import make_checkpoint
 from clusters import actors
+from s3_server import s3_server, use_keys_of_nobody
 
 import raydl
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -17,6 +21,7 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.errors import ConfigError
+from raydl.storage import Storage, open_filesystem
 from raydl.tools.report.facts import read_run
 
 QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:ray")
@@ -95,3 +100,49 @@ def test_a_name_that_all_trials_would_share_is_refused():
         ConfigError, match=r"run\.name cannot be set for trials, .*, got first; name"
     ):
         raydl.tune.trainable(config)
+
+
+@pytest.mark.processes  # the import of Ray Tune takes seconds
+@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.parametrize(
+    ("storage_path", "expected"),
+    [
+        (None, "/session/trial_3"),
+        ("/shared/runs", "/shared/runs/trial_3"),
+        ("s3://b/runs", "s3://b/runs/trial_3"),
+        ("s3://b/runs?endpoint_override=h:9", "s3://b/runs/trial_3?endpoint_override=h:9"),
+    ],
+)
+def test_a_trial_keeps_its_run_below_the_storage_path(storage_path, expected):
+    config = TrainConfig(run=RunConfig(storage_path=storage_path))
+    assert raydl.tune._root_of(config, "/session/trial_3") == expected
+
+
+@pytest.mark.processes  # the import of Ray Tune takes seconds
+@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.parametrize("form", ["{}", "file://{}", "file://{}?token=secret"])
+def test_a_new_checkpoint_is_reported_once_from_a_folder_or_a_uri(form, tmp_path):
+    root = form.format(tmp_path / "run")
+    reports = raydl.tune._Reports(root)
+    assert reports._new_checkpoint() is None
+    CheckpointStore(Storage(root)).write(make_checkpoint(8))
+    checkpoint = reports._new_checkpoint()
+    with checkpoint.as_directory() as folder:
+        assert (Path(folder) / "center.safetensors").is_file()
+    assert reports._new_checkpoint() is None
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings(*QUIET)
+def test_a_checkpoint_in_an_object_store_is_reported(monkeypatch, tmp_path):
+    """Tune copies it to the storage of the search, and needs its file system to do so."""
+    use_keys_of_nobody(monkeypatch, tmp_path)
+    with s3_server() as url:
+        address = url.removeprefix("http://")
+        query = f"?scheme=http&endpoint_override={address}&allow_bucket_creation=true"
+        uri = f"s3://runs/trial_3{query}"
+        open_filesystem(uri)[0].create_dir("runs")
+        CheckpointStore(Storage(uri)).write(make_checkpoint(8))
+        checkpoint = raydl.tune._Reports(uri)._new_checkpoint()
+        copy = Path(checkpoint.to_directory(tmp_path / "copy"))
+    assert (copy / "center.safetensors").is_file()
