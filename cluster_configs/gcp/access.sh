@@ -2,8 +2,11 @@
 # The network, the two service accounts and the three roles of the cluster in gcp-spot.yaml. It
 # starts no machine.
 #
-#   sh cluster_configs/gcp/access.sh PROJECT BUCKET SSH_FROM      create them
-#   sh cluster_configs/gcp/access.sh --delete PROJECT BUCKET      delete them
+#   sh cluster_configs/gcp/access.sh PROJECT BUCKET SSH_FROM      create or update them
+#   sh cluster_configs/gcp/access.sh --delete PROJECT BUCKET      delete all but the roles
+#
+# Both may be repeated after an error. The roles stay because Google Cloud blocks the id of a deleted
+# role for weeks; a role that is bound to no account grants nothing and costs nothing.
 #
 # - The head accepts SSH from SSH_FROM only. Nodes may connect to each other on any port; nothing
 #   else can connect to a worker. Workers have no public address and reach the internet through Cloud
@@ -71,26 +74,40 @@ if [ -n "$delete" ]; then
     run compute networks delete "$name"
     run iam service-accounts delete "$head"
     run iam service-accounts delete "$worker"
-    for role in Subnet Look Head; do
-        run iam roles delete "raydlGcpSpot$role"
-    done
     exit 0
 fi
 ssh_from=$3
 
-run iam service-accounts create "$name-head" --display-name "Head of $name"
-run iam service-accounts create "$name-worker" --display-name "Workers of $name"
+has() {
+    run "$@" >/dev/null 2>&1
+}
 
-run compute networks create "$name" --subnet-mode custom
-run compute networks subnets create "$name" --network "$name" --region "$region" --range 10.77.0.0/16 --enable-private-ip-google-access
-run compute routers create "$name" --network "$name" --region "$region"
-run compute routers nats create "$name" --router "$name" --region "$region" --auto-allocate-nat-external-ips --nat-custom-subnet-ip-ranges "$name"
-run compute firewall-rules create "$name-ssh" --network "$name" --direction INGRESS --allow tcp:22 --source-ranges "$ssh_from" --target-service-accounts "$head"
-run compute firewall-rules create "$name-nodes" --network "$name" --direction INGRESS --allow all --source-service-accounts "$head,$worker" --target-service-accounts "$head,$worker"
+create_or_update_role() {
+    has iam roles undelete "$1" || true # in case it was deleted in the last days
+    change=create
+    if has iam roles describe "$1"; then
+        change=update
+    fi
+    run iam roles "$change" "$1" --file "$2"
+}
 
-run iam roles create raydlGcpSpotSubnet --file "$here/subnet-role.yaml"
-run iam roles create raydlGcpSpotLook --file "$here/look-role.yaml"
-run iam roles create raydlGcpSpotHead --file "$here/head-role.yaml"
+has iam service-accounts describe "$head" || run iam service-accounts create "$name-head" --display-name "Head of $name"
+has iam service-accounts describe "$worker" || run iam service-accounts create "$name-worker" --display-name "Workers of $name"
+
+has compute networks describe "$name" || run compute networks create "$name" --subnet-mode custom
+has compute networks subnets describe "$name" --region "$region" || run compute networks subnets create "$name" --network "$name" --region "$region" --range 10.77.0.0/16 --enable-private-ip-google-access
+has compute routers describe "$name" --region "$region" || run compute routers create "$name" --network "$name" --region "$region"
+has compute routers nats describe "$name" --router "$name" --region "$region" || run compute routers nats create "$name" --router "$name" --region "$region" --auto-allocate-nat-external-ips --nat-custom-subnet-ip-ranges "$name"
+if has compute firewall-rules describe "$name-ssh"; then
+    run compute firewall-rules update "$name-ssh" --source-ranges "$ssh_from"
+else
+    run compute firewall-rules create "$name-ssh" --network "$name" --direction INGRESS --allow tcp:22 --source-ranges "$ssh_from" --target-service-accounts "$head"
+fi
+has compute firewall-rules describe "$name-nodes" || run compute firewall-rules create "$name-nodes" --network "$name" --direction INGRESS --allow all --source-service-accounts "$head,$worker" --target-service-accounts "$head,$worker"
+
+create_or_update_role raydlGcpSpotSubnet "$here/subnet-role.yaml"
+create_or_update_role raydlGcpSpotLook "$here/look-role.yaml"
+create_or_update_role raydlGcpSpotHead "$here/head-role.yaml"
 run compute networks subnets add-iam-policy-binding "$name" --region "$region" --member "serviceAccount:$head" --role "$subnet_role"
 run projects add-iam-policy-binding "$project" --member "serviceAccount:$head" --role "$look_role" --condition None
 run projects add-iam-policy-binding "$project" --member "serviceAccount:$head" --role "$head_role" --condition "$own_workers"

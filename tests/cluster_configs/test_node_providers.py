@@ -217,13 +217,43 @@ def test_on_gcp_machines_reject_the_project_s_keys_and_are_shielded(cloud):
         assert shielded["enableSecureBoot"] is ("GPU" not in node_type["resources"]), name
 
 
+GCLOUD = """
+import json, pathlib, sys
+words, folder = sys.argv[1:], pathlib.Path({folder!r})
+verbs = ("create", "update", "delete", "undelete", "describe")
+verb = next((word for word in words if word in verbs), None)
+if verb is not None:
+    state = folder / "state"
+    there, deleted_roles = json.loads(state.read_text()) if state.exists() else ([], [])
+    at = words.index(verb)
+    kind, name = " ".join(words[3:at]), words[at + 1].partition("@")[0]
+    is_there = [kind, name] in there
+    if verb == "create" and (is_there or name in deleted_roles):
+        sys.exit(f"{{kind}} {{name}} already exists")
+    if verb == "undelete" and name not in deleted_roles:
+        sys.exit(f"{{kind}} {{name}} is not deleted")
+    if verb in ("update", "delete", "describe") and not is_there:
+        sys.exit(f"{{kind}} {{name}} not found")
+    if verb in ("create", "undelete"):
+        there.append([kind, name])
+    if verb == "undelete":
+        deleted_roles.remove(name)
+    if verb == "delete":  # the NAT with its router
+        there = [[k, n] for k, n in there if n != name or not k.startswith(kind)]
+        deleted_roles += [name] if kind == "iam roles" else []
+    state.write_text(json.dumps([there, deleted_roles]))
+if verb != "describe":
+    print(json.dumps(words), file=open(folder / "asked", "a"))
+"""
+"""A gcloud that knows what exists, and the roles whose ids are blocked since they were deleted. It
+records the arguments of changes."""
+
+
 def run_access(tmp_path, *arguments):
-    """Run access.sh with a fake gcloud that records its arguments."""
+    """Run access.sh with a fake gcloud; return its result, and the arguments of changes."""
     script, asked = tmp_path / "gcloud", tmp_path / "asked"
-    script.write_text(
-        f"#!{sys.executable}\nimport json, sys\n"
-        f"print(json.dumps(sys.argv[1:]), file=open({str(asked)!r}, 'a'))\n"
-    )
+    asked.unlink(missing_ok=True)
+    script.write_text(f"#!{sys.executable}\n{GCLOUD.format(folder=str(tmp_path))}")
     script.chmod(0o755)
     done = subprocess.run(
         ["sh", FOLDER / "gcp/access.sh", *arguments], capture_output=True, text=True, timeout=60,
@@ -331,18 +361,65 @@ def test_gcp_s_roles_name_single_permissions(asked):
     )  # fmt: skip
 
 
-def test_gcp_access_deletes_all_that_it_created(tmp_path, asked):
-    (tmp_path / "asked").unlink()
+def existing(tmp_path):
+    """Return what exists by the fake gcloud, as (kind, name)."""
+    return sorted(tuple(each) for each in json.loads((tmp_path / "state").read_text())[0])
+
+
+ROLES = [("iam roles", f"raydlGcpSpot{name}") for name in ("Head", "Look", "Subnet")]
+
+
+def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, asked):
+    """Google Cloud blocks the id of a deleted role for weeks: access.sh could not create it."""
+    assert existing(tmp_path) == [
+        ("compute firewall-rules", "raydl-gcp-spot-nodes"),
+        ("compute firewall-rules", "raydl-gcp-spot-ssh"),
+        ("compute networks", "raydl-gcp-spot"),
+        ("compute networks subnets", "raydl-gcp-spot"),
+        ("compute routers", "raydl-gcp-spot"),
+        ("compute routers nats", "raydl-gcp-spot"),
+        *ROLES,
+        ("iam service-accounts", "raydl-gcp-spot-head"),
+        ("iam service-accounts", "raydl-gcp-spot-worker"),
+    ]
     done, deleted = run_access(tmp_path, "--delete", "my-project", "my-bucket")
     assert done.returncode == 0
-    for kind in ("firewall-rules", "routers", "networks", "service-accounts", "roles"):
-        names = {w[w.index("create") + 1] for w in asked if kind in w and "create" in w}
-        gone = {
-            w[w.index("delete") + 1].split("@")[0] for w in deleted if kind in w and "delete" in w
-        }
-        if kind == "routers":  # its NAT is deleted with it
-            names, gone = names & gone, gone
-        assert names == gone, kind
+    assert existing(tmp_path) == ROLES
+    unbound = [options(w)["--role"] for w in deleted if "remove-iam-policy-binding" in w]
+    assert [role.rpartition("/")[2] for role in unbound] == [
+        "storage.objectUser", "storage.objectViewer", "raydlGcpSpotLook", "raydlGcpSpotHead",
+    ]  # fmt: skip
+
+
+def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path, asked):
+    before = existing(tmp_path)
+    run_access(tmp_path, "--delete", "my-project", "my-bucket")
+    done, again = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
+    assert done.returncode == 0, done.stderr
+    assert existing(tmp_path) == before
+    assert [w[6] for w in again if w[3:6] == ["iam", "roles", "update"]] == [
+        "raydlGcpSpotSubnet", "raydlGcpSpotLook", "raydlGcpSpotHead",
+    ]  # fmt: skip
+
+
+def test_gcp_access_that_exists_is_updated(tmp_path, asked):
+    before = existing(tmp_path)
+    done, again = run_access(tmp_path, "my-project", "my-bucket", "198.51.100.0/24")
+    assert done.returncode == 0, done.stderr
+    assert existing(tmp_path) == before
+    (ssh,) = [options(w) for w in again if "firewall-rules" in w]
+    assert ssh["--source-ranges"] == "198.51.100.0/24"
+    assert [w for w in again if "add-iam-policy-binding" in w] == [
+        w for w in asked if "add-iam-policy-binding" in w
+    ]
+
+
+def test_gcp_access_restores_roles_that_were_deleted(tmp_path):
+    names = [name for _, name in ROLES]
+    (tmp_path / "state").write_text(json.dumps([[], names]))
+    done, _ = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
+    assert done.returncode == 0, done.stderr
+    assert set(ROLES) < set(existing(tmp_path))
 
 
 # Azure
