@@ -512,13 +512,11 @@ def failure_of_machine(error: BaseException) -> str:
 def exit_status_of(error: RaydlError) -> int:
     """Return the exit status of a command that ends with an error.
 
-    It tells a disk or a storage that failed, as the cause of an error about the run's files, from a
-    mistake in the settings.
+    It tells a disk or a storage that failed, as the cause of an error about checkpoints, from
+    checkpoints that are wrong. A storage that cannot be reached at the start is a setting to check.
     """
-    is_about_files = isinstance(error, (CheckpointError, ConfigError))
-    if is_about_files and failure_of_machine(error):
-        return WORTH_RETRYING
-    return error.exit_status
+    has_failed = isinstance(error, CheckpointError) and bool(failure_of_machine(error))
+    return WORTH_RETRYING if has_failed else error.exit_status
 
 
 def in_one_line(error: BaseException) -> str:

@@ -60,8 +60,8 @@ def test_an_error_survives_pickling_with_its_words_and_fields(error):
     ("error", "cause", "status"),
     [
         (errors.CheckpointError("runs/x", "it could not be written"), errno.ENOSPC, 75),
-        (errors.ConfigError("run.run_dir", "cannot be written"), errno.ESTALE, 75),
-        (errors.ConfigError("run.run_dir", "cannot be written"), errno.EACCES, 2),
+        (errors.CheckpointError("runs/x", "cannot be read"), errno.EACCES, 2),
+        (errors.ConfigError("run.storage_path", "cannot be reached"), errno.ECONNREFUSED, 2),
         (errors.CheckpointError("runs/x", "there is none"), None, 2),
         (errors.InfrastructureError("w3", "MemoryError"), None, 75),
     ],
