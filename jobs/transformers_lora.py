@@ -34,7 +34,7 @@ def train(folder: str, num_workers: int | tuple[int, int], **options: Any) -> fl
     model = get_peft_model(
         BertForSequenceClassification(SIZE), LoraConfig(task_type="SEQ_CLS", r=8)
     )
-    arguments = TrainingArguments(folder, max_steps=300, learning_rate=5e-3, report_to="none")
+    arguments = TrainingArguments(folder, max_steps=500, learning_rate=5e-3, report_to="none")
     trainer = Trainer(model, arguments, train_dataset=samples(2000, 0))
     raydl.attach_trainer(
         trainer, method="sync-easgd", name="lora", num_workers=num_workers, **options
