@@ -217,8 +217,8 @@ class CheckpointStore:
             name = self._free_name(manifest["round"])
             for file_name in manifest["files"]:
                 self._storage.copy_file(
-                    f"{_FOLDER}/{source}/{file_name}",
-                    f"{_FOLDER}/{self._temporary(name)}/{file_name}",
+                    _file_path(source, file_name),
+                    _file_path(self._temporary(name), file_name),
                 )
             self._complete(name, manifest)
         except (OSError, _DamagedError) as error:
@@ -428,7 +428,7 @@ class CheckpointStore:
         expected = self._entry(name, file_name, manifest)
         found = self._read_file(name, file_name, lambda p: Sum.of(self._storage.read_pieces(p)))
         self._compare(name, file_name, found, expected)
-        return SavedState(self._storage, f"{_FOLDER}/{name}/{file_name}", expected)
+        return SavedState(self._storage, _file_path(name, file_name), expected)
 
     def _entry(self, name: str, file_name: str, manifest: dict[str, Any]) -> Sum:
         """Return the size and the checksum of a file in the manifest."""
@@ -448,7 +448,7 @@ class CheckpointStore:
         tries = 1
         while True:
             try:
-                return read(f"{_FOLDER}/{name}/{file_name}")
+                return read(_file_path(name, file_name))
             except FileNotFoundError as error:
                 raise _DamagedError(self._path(name), f"{file_name} is missing") from error
             except OSError as error:
@@ -556,8 +556,13 @@ class CheckpointStore:
         return below(self.root, f"{_FOLDER}/{name}")
 
 
+def _file_path(name: str, file_name: str) -> str:
+    """Return the path of a checkpoint's file in the run's folder."""
+    return f"{_FOLDER}/{name}/{file_name}"
+
+
 def _manifest_path(name: str) -> str:
-    return f"{_FOLDER}/{name}/manifest.json"
+    return _file_path(name, "manifest.json")
 
 
 def _file_of(worker_id: str) -> str:

@@ -116,7 +116,7 @@ class ElasticConfig:
     lease_s: float = 10.0
     """Seconds without an answer after which a worker or the center counts as lost."""
     leave_out_slow: bool = True
-    """Leave out a straggler, a worker that the others wait for longer than recent rounds explain,
+    """Leave out a straggler, a worker for which the others wait much longer than in recent rounds,
     until it has caught up (synchronous methods). A run with a fixed number of workers, as with
     --deterministic, waits for it instead."""
     quorum: float = 0.5

@@ -33,11 +33,11 @@ from raydl.data.map_style import (
     checked_batch,
     class_name_of,
     collate_and_workers_of,
+    copy_to_read,
     dataset_of,
     end_with_the_parent,
     is_map_style,
     open_part,
-    opened,
     pickled,
     shape_of_batch,
 )
@@ -94,7 +94,7 @@ class IterableStyle:
         self, dataset: Any, *, num_samples: int, collate: Collate, num_workers: int
     ) -> None:
         self._dataset, self._collate = dataset, collate
-        self._opened = opened(dataset)
+        self._to_read = copy_to_read(dataset)
         self.num_samples = num_samples
         """Samples of an epoch."""
         # The driver reads few samples, itself. The set of a worker was unpickled.
@@ -117,7 +117,7 @@ class IterableStyle:
         self._num_starts = 0
         self._num_drawn = 0
         self.is_starting = False
-        """Whether somebody waits for the first samples of processes that have just started."""
+        """Whether processes that read the samples have started and sent none yet."""
 
     @property
     def note(self) -> str:
@@ -199,7 +199,7 @@ class IterableStyle:
         shard, start = self._shard or _Shard(0, 1), self._num_starts
         self._num_starts += 1
         if not self._num_workers:
-            self._samples = _read(self._opened, shard, start)
+            self._samples = _read(self._to_read, shard, start)
             return self._samples
         if self._loader is None:
             self.is_starting = True
@@ -224,14 +224,14 @@ class IterableStyle:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a worker's set, which starts the stream itself."""
         left_out = (
-            "_opened", "_lock", "_samples", "_loader", "_shard", "_num_starts", "_num_drawn"
+            "_to_read", "_lock", "_samples", "_loader", "_shard", "_num_starts", "_num_drawn"
         )  # fmt: skip
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "_num_workers": self._wanted_workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._opened = self._dataset
+        self._to_read = self._dataset
         self._close()
 
 

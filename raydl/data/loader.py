@@ -218,7 +218,7 @@ class Feed:
 
     @property
     def is_starting(self) -> bool:
-        """Whether somebody waits for the first samples of processes that have just started."""
+        """Whether processes that read the samples have started and sent none yet."""
         return self._by_processes is not None and self._by_processes.is_starting
 
     def prefetch(self, steps: Sequence[Step], ahead: Sequence[tuple[int, Span]]) -> None:

@@ -87,7 +87,7 @@ class MapStyle:
         self, dataset: Any, rows: np.ndarray, *, collate: Collate, num_workers: int, skips: bool
     ) -> None:
         self._dataset, self._rows, self._collate = dataset, rows, collate
-        self._opened = opened(dataset)
+        self._to_read = copy_to_read(dataset)
         self._length, self._skips = len(dataset), skips
         # The driver reads few samples, itself. The set of a worker was unpickled.
         self._wanted_workers, self._num_workers = num_workers, 0
@@ -95,7 +95,7 @@ class MapStyle:
         """Name of the class of the data set, for messages."""
         self._pool: ProcessPoolExecutor | None = None
         self.is_starting = False
-        """Whether somebody waits for the first samples of processes that have just started."""
+        """Whether processes that read the samples have started and sent none yet."""
         self._first = self._batch_of(self._first_sample())
         self.shape = shape_of_batch(self._first, dataset)
         """The shape of the first sample, to build a model for."""
@@ -156,7 +156,7 @@ class MapStyle:
         if self._num_workers:
             found = self._read_in_processes(numbers)
         else:
-            found = _read(self._opened, numbers)
+            found = _read(self._to_read, numbers)
         is_readable = np.array([not isinstance(sample, Unreadable) for sample in found], bool)
         return (
             [sample for sample in found if not isinstance(sample, Unreadable)],
@@ -198,15 +198,15 @@ class MapStyle:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a worker's set, which starts processes of its own."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_opened"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_to_read"}
         return {**state, "_pool": None, "_num_workers": self._wanted_workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._opened = self._dataset
+        self._to_read = self._dataset
 
 
-def opened(dataset: Any) -> Any:
+def copy_to_read(dataset: Any) -> Any:
     """Return a copy of a data set to read from, which shares what it holds.
 
     Many data sets open their file at the first sample. The workers receive the data set itself,
@@ -217,9 +217,9 @@ def opened(dataset: Any) -> Any:
     except TypeError:  # no copy is possible, nor will it be sent to a worker
         return dataset
     if isinstance(dataset, torch_data.Subset):
-        copied.dataset = opened(dataset.dataset)
+        copied.dataset = copy_to_read(dataset.dataset)
     if isinstance(dataset, torch_data.ConcatDataset):
-        copied.datasets = list(map(opened, dataset.datasets))
+        copied.datasets = list(map(copy_to_read, dataset.datasets))
     return copied
 
 

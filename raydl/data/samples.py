@@ -118,7 +118,7 @@ class ReadByProcesses(Protocol):
 
     @property
     def is_starting(self) -> bool:
-        """Whether somebody waits for the first samples of processes that have just started."""
+        """Whether processes that read the samples have started and sent none yet."""
         ...
 
 

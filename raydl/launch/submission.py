@@ -173,7 +173,8 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
         for setting, path in files.items()
         if path and not _is_absolute(path) and _is_in(here, path)
     ]
-    for setting, value in found:
+    if found:
+        setting, value = found[0]
         raise ConfigError(
             setting,
             f"{value} is in this folder, which the job does not have; add --working-dir . "
