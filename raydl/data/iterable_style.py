@@ -103,7 +103,7 @@ class IterableStyle:
         """Name of the class of the data set, for messages."""
         self._wanted: tuple[_Shard, int] | None = None
         """The shard of this worker and the number of its start; None in the driver."""
-        self._wait_until = time.monotonic() + _FIRST_S
+        self._wait_s = _FIRST_S
         self._close()
         self._first = self._batch_of(self._draw(1))
         self.shape = shape_of_batch(self._first, dataset)
@@ -165,9 +165,13 @@ class IterableStyle:
     def _draw(self, count: int) -> list[Any]:
         """Return the next samples; in the driver, which nobody watches, within a time limit."""
         if self._wanted is None:
-            return _within(
-                self._wait_until, lambda: self._draw_now(count), count, source=self.source
-            )
+            began_at = time.monotonic()
+            try:
+                return _within(
+                    self._wait_s, lambda: self._draw_now(count), count, source=self.source
+                )
+            finally:
+                self._wait_s -= time.monotonic() - began_at
         return self._draw_now(count)
 
     def _draw_now(self, count: int) -> list[Any]:
@@ -235,7 +239,7 @@ class IterableStyle:
         self._close()
 
 
-def _within(until: float, draw: Callable[[], list[Any]], count: int, *, source: str) -> list[Any]:
+def _within(seconds: float, draw: Callable[[], list[Any]], count: int, *, source: str) -> list[Any]:
     """Return samples that a thread draws, which is abandoned after a time."""
     future: Future[list[Any]] = Future()
 
@@ -247,7 +251,7 @@ def _within(until: float, draw: Callable[[], list[Any]], count: int, *, source: 
 
     threading.Thread(target=work, name="first samples", daemon=True).start()
     try:
-        return future.result(max(0.0, until - time.monotonic()))
+        return future.result(max(0.0, seconds))
     except FutureTimeoutError:
         problem = f"did not give {count} samples within {_FIRST_S:.0f} s"
         raise DataError(source, problem) from None
@@ -415,7 +419,7 @@ def from_iterable(data: Any, config: TrainConfig) -> Dataset:
             "list(itertools.islice(dataset, 1000))",
         )
     _check_settings(data["train"], config)
-    train, test = _open(data["train"], config), open_part(data["test"], None, config.input)
+    train, test = _open(data["train"], config), open_part(data["test"], None, config)
     ours, others = train.shape, test.shape
     if ours.columns.keys() != others.columns.keys() or len(ours.input_shape) != len(
         others.input_shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 
@@ -145,7 +145,8 @@ class LeftOut:
 class Feed:
     """The training set as batches, in the order of each epoch.
 
-    A separate thread fetches batches of a streamed set while steps compute.
+    A separate thread fetches all batches of a streamed set, and the next ones while steps compute.
+    It alone does, since a set of the user's may keep a file open that two threads must not read.
 
     Args:
         batches: the training set.
@@ -167,6 +168,7 @@ class Feed:
         self._order = order
         self._device = device
         self._parts = time_parts
+        self._is_streamed = batches.samples.is_streamed
         self._prefetched: dict[bytes, Future[Fetched]] = {}
         self.left_out = LeftOut()
         self._upcoming: list[np.ndarray] = []
@@ -185,6 +187,8 @@ class Feed:
             key = rows.tobytes()
             self._upcoming = [other for other in self._upcoming if other.tobytes() != key]
             future = self._prefetched.pop(key, None)
+            if future is None and self._is_streamed:
+                future = self._pool.submit(self._fetch, rows)
             batch, rows, problems = self._fetch(rows) if future is None else future.result()
             self.num_in_batch = len(rows)
             if problems:
@@ -228,7 +232,7 @@ class Feed:
             steps: local steps of the round.
             ahead: reserved positions, (epoch, span).
         """
-        if not self._batches.samples.is_streamed or not len(steps):
+        if not self._is_streamed or not len(steps):
             return
         with self._parts.measure("data_io"):
             self._steps = deque(
@@ -238,12 +242,14 @@ class Feed:
             near = [self._order.near(e, start) for e, (start, _) in ahead]
             self._reserved = np.concatenate([np.empty(0, np.int64), *near])
             self._blocks_ahead = frozenset()
-            later = [self._order.rows(e, p) for e, p in self._first_of(ahead, len(steps[0][1]))]
+            size = max(len(part) for _, part in steps)  # the last batch of an epoch may be smaller
+            later = [self._order.rows(e, p) for e, p in self._first_of(ahead, size)]
             self._upcoming = [step.rows for step in self._steps] + later
             # Other workers have claimed the remaining batches. Cancel these fetches before their
             # row groups leave the cache.
             for key in self._prefetched.keys() - {rows.tobytes() for rows in self._upcoming}:
                 self._prefetched.pop(key).cancel()
+            self._cancel_later()
             self._prefetch_blocks()
             self._fetch_ahead()
 
@@ -278,11 +284,43 @@ class Feed:
         starts = range(0, len(positions), size)
         return [(epoch, positions[start : start + size]) for start in starts]
 
+    def stop_fetching(self) -> None:
+        """Cancel the fetches that have not begun, and wait for the one that has, if any.
+
+        The next round fetches again. For a score in the same process, and for the end of a run.
+        """
+        for key, future in list(self._prefetched.items()):
+            if future.cancel():
+                del self._prefetched[key]
+        wait(self._prefetched.values())
+
+    def _keys_of_round(self) -> set[bytes]:
+        return {step.rows.tobytes() for step in self._steps}
+
+    def _cancel_later(self) -> None:
+        """Cancel fetches for later rounds that would delay a batch of this one."""
+        of_round = self._keys_of_round()
+        if of_round <= self._prefetched.keys():
+            return
+        for key in self._prefetched.keys() - of_round:
+            if self._prefetched[key].cancel():
+                del self._prefetched[key]
+
     def _fetch_ahead(self) -> None:
-        while self._upcoming and len(self._prefetched) < _NUM_AHEAD:
-            rows = self._upcoming.pop(0)
-            if rows.tobytes() not in self._prefetched:
-                self._prefetched[rows.tobytes()] = self._pool.submit(self._fetch, rows)
+        """Fetch the next batches, those of this round also if those of later ones take their place.
+
+        The latter may wait for long: near the end of an epoch this worker takes over samples that
+        others have reserved.
+        """
+        of_round = self._keys_of_round()
+        while self._upcoming:
+            key = self._upcoming[0].tobytes()
+            if key not in self._prefetched:
+                ahead = self._prefetched.keys()
+                if len(ahead & of_round if key in of_round else ahead) >= _NUM_AHEAD:
+                    return
+                self._prefetched[key] = self._pool.submit(self._fetch, self._upcoming[0])
+            self._upcoming.pop(0)
 
 
 def positions_of(spans: list[Span]) -> np.ndarray:

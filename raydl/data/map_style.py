@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from raydl.config import InputConfig
+from raydl.config import TrainConfig
 from raydl.data.order import Shuffled
 from raydl.data.samples import Batch, Dataset, DataShape, check_readable, part_of
 from raydl.errors import DataError, in_one_line
@@ -32,6 +32,8 @@ Collate = Callable[[list[Any]], Any]
 _PARTS = ("train", "test")
 _TRIES = 3
 """Times in a row that loading processes may be killed."""
+_BATCHES_IN_BLOCK = 4
+"""Batches that a worker reserves at once, to read them while earlier ones are trained."""
 _MOST_UNREADABLE = 100
 """Samples to try as the first one, if unreadable ones are skipped."""
 _held: Any = None
@@ -75,6 +77,7 @@ class MapStyle:
         rows: numbers of the samples that belong to this part, int64.
         collate: makes a batch from a list of samples.
         num_workers: processes that read samples; 0: the worker reads them in a thread.
+        batch_size: samples in a batch.
         skips: leave out samples that cannot be read, instead of ending the run.
 
     Raises:
@@ -84,11 +87,18 @@ class MapStyle:
     is_streamed = True
 
     def __init__(
-        self, dataset: Any, rows: np.ndarray, *, collate: Collate, num_workers: int, skips: bool
+        self,
+        dataset: Any,
+        rows: np.ndarray,
+        *,
+        collate: Collate,
+        num_workers: int,
+        batch_size: int,
+        skips: bool,
     ) -> None:
         self._dataset, self._rows, self._collate = dataset, rows, collate
         self._to_read = copy_to_read(dataset)
-        self._length, self._skips = len(dataset), skips
+        self._length, self._batch_size, self._skips = len(dataset), batch_size, skips
         # The driver reads few samples, itself. The set of a worker was unpickled.
         self._wanted_workers, self._num_workers = num_workers, 0
         self.source = class_name_of(dataset)
@@ -107,7 +117,8 @@ class MapStyle:
 
     def order(self, seed: int) -> Shuffled:
         """Return the order of the samples in each epoch."""
-        return Shuffled(self.num_samples, seed)
+        block_samples = _BATCHES_IN_BLOCK * self._batch_size
+        return Shuffled(self.num_samples, seed, block_samples=block_samples)
 
     def prefetch(self, rows: np.ndarray) -> None:
         """Do nothing: the loader fetches the next batches ahead."""
@@ -345,29 +356,28 @@ def is_map_style(data: Any) -> bool:
     )  # fmt: skip
 
 
-def from_map_style(data: Any, *, seed: int, input: InputConfig) -> Dataset:
+def from_map_style(data: Any, config: TrainConfig) -> Dataset:
     """Return a dataset of raydl.
 
     Args:
         data: a map-style data set or a ``DataLoader`` of one, a tenth of which becomes the test
-            set, or ``{"train": ..., "test": ...}`` of these.
-        seed: seed of that split.
-        input: settings of the input.
+            set, by the seed, or ``{"train": ..., "test": ...}`` of these.
+        config: settings of the run.
 
     Raises:
         DataError: if a part is missing, empty or cannot be read, or the parts differ in shape.
     """
     if isinstance(data, Mapping):
         check_parts(data)
-        train, test = (open_part(data[name], None, input) for name in _PARTS)
+        train, test = (open_part(data[name], None, config) for name in _PARTS)
     else:
         count = len(dataset_of(data))
         if count < 2:
             raise DataError("data", f"has only {count} samples: too few to split off a test set")
-        rows = np.random.default_rng(seed).permutation(count)
+        rows = np.random.default_rng(config.training.seed).permutation(count)
         num_test = max(1, count // 10)
         train, test = (
-            open_part(data, np.sort(r), input) for r in (rows[num_test:], rows[:num_test])
+            open_part(data, np.sort(r), config) for r in (rows[num_test:], rows[:num_test])
         )
     if _kind_of(train.shape) != _kind_of(test.shape):
         raise DataError(train.source, f"trains on {train.shape} but tests on {test.shape}")
@@ -385,7 +395,7 @@ def _kind_of(shape: DataShape) -> tuple[Any, ...]:
     return tuple(shape.columns), len(shape.input_shape), shape.class_names
 
 
-def open_part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyle:
+def open_part(data: Any, rows: np.ndarray | None, config: TrainConfig) -> MapStyle:
     """Return some rows of a map-style data set or of its loader; None: all.
 
     Raises:
@@ -400,8 +410,14 @@ def open_part(data: Any, rows: np.ndarray | None, input: InputConfig) -> MapStyl
     if not len(data):
         raise DataError(class_name_of(data), "holds no samples")
     rows = np.arange(len(data)) if rows is None else rows
-    skips = input.on_bad_sample == "skip"
-    return MapStyle(data, rows, collate=collate, num_workers=num_workers, skips=skips)
+    return MapStyle(
+        data,
+        rows,
+        collate=collate,
+        num_workers=num_workers,
+        batch_size=config.training.batch_size,
+        skips=config.input.on_bad_sample == "skip",
+    )
 
 
 def _check_sampler(loader: torch_data.DataLoader[Any]) -> None:

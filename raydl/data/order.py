@@ -42,16 +42,22 @@ class Order(Protocol):
 
 
 class Shuffled:
-    """A permutation of all samples, for a set in memory.
+    """A permutation of all samples, for a set whose samples are read one by one.
 
     Args:
         num_samples: samples in the set.
         seed: seed of the orders.
+        block_samples: positions in a block, if a worker is to read ahead what it has reserved;
+            None for a set in memory: no blocks.
     """
 
-    def __init__(self, num_samples: int, seed: int) -> None:
+    def __init__(self, num_samples: int, seed: int, *, block_samples: int | None = None) -> None:
         self.num_samples = num_samples
         self._seed = seed
+        self._cuts: array[int] | None = None
+        if block_samples is not None:
+            self._cuts = array("q", range(block_samples, num_samples, block_samples))
+            self._cuts.append(num_samples)
         self._orders: dict[int, np.ndarray] = {}
 
     @property
@@ -68,9 +74,9 @@ class Shuffled:
         rows: np.ndarray = self._orders[epoch][positions]
         return rows
 
-    def cuts(self, epoch: int) -> None:
-        """Return None: there are no blocks."""
-        return None
+    def cuts(self, epoch: int) -> Sequence[int] | None:
+        """Return the ends of the blocks, the same in each epoch."""
+        return self._cuts
 
     def near(self, epoch: int, position: int) -> np.ndarray:
         """Return the row at a position: there are no row groups."""

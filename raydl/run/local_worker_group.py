@@ -214,6 +214,7 @@ class LocalWorkerGroup:
 
     def evaluate(self, round: int) -> None:
         """Score the center at once."""
+        self._worker.stop_fetching()  # both parts may share an open file
         self._events.append(self._evaluator.evaluate(self._snapshot(round)))
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
@@ -232,4 +233,5 @@ class LocalWorkerGroup:
         return ""
 
     def close(self) -> None:
-        """Do nothing: there is no other process."""
+        """End the reading ahead; there is no other process."""
+        self._worker.stop_fetching()

@@ -356,7 +356,7 @@ class Trainer:
         if isinstance(self.data, str):
             return load(self.data, seed=seed, input=self.config.input)
         if all(map(is_map_style, parts)):
-            return from_map_style(self.data, seed=seed, input=self.config.input)
+            return from_map_style(self.data, self.config)
         for part in parts:
             if not hasattr(part, "materialize"):
                 raise DataError(

@@ -125,6 +125,7 @@ class Worker:
                 self.runner.catch_up(snapshot)
             context = self.runner.enter(membership, transport, snapshot)
             self._joined_non_trainable = {**self._first_non_trainable, **snapshot.non_trainable}
+        with self.parts.measure("device_device_parameters"):  # the others wait for the first one
             self._join_partners(partners, context)
 
     def _join_partners(self, group: Group | None, context: WorkerContext) -> None:
@@ -214,6 +215,10 @@ class Worker:
             self.runner.begin_step(lr)
             loss = self.runner.take_step(partial(self._step, epoch, positions))
             self.runner.losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
+
+    def stop_fetching(self) -> None:
+        """Wait until no thread reads the training set; see ``raydl.data.loader.Feed``."""
+        self._feed.stop_fetching()
 
     def _step(self, epoch: int, positions: np.ndarray, step_plan: StepPlan) -> Stepped:
         return self.replica.step(self._feed.batch(epoch, positions), step_plan)

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -369,6 +370,13 @@ def test_the_driver_does_not_wait_forever_for_the_first_sample(monkeypatch):
     with pytest.raises(DataError, match="Hanging: did not give 1 samples within 0 s"):
         opened(Hanging())
     ends.set()
+
+
+def test_the_time_between_two_samples_does_not_count_as_waiting(monkeypatch):
+    monkeypatch.setattr(iterable_style, "_FIRST_S", 10.0)
+    train, now = opened(Numbers()).train, time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600.0)  # a model was built meanwhile
+    assert len(drawn(train, 2)) == 2
 
 
 class Words(Numbers):
