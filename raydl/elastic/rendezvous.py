@@ -116,7 +116,7 @@ class Rendezvous:
         self._invitations: dict[str, Invitation] = {}
         self._changes: list[Membership] = []
         self._has_center = False
-        self._copy_age: Age = (0, 0)
+        self._copy_age = NO_COPY
         """Age of the server's copy of the center."""
         self._over_since: float | None = None
         self._num_left = 0
@@ -189,8 +189,13 @@ class Rendezvous:
         return Signal.OVER if now - self._over_since >= grace_s else Signal.REGROUP
 
     def is_last(self, worker_id: str, generation: int) -> bool:
-        """Return whether a worker is the only member; others may wait."""
+        """Return whether a worker is the only member, or was the last one; others may wait.
+
+        It was the last one if its lease has expired meanwhile.
+        """
         self._drop_silent(self._clock())
+        if not self._entered:
+            return generation == self.membership.generation
         return self._entered == {worker_id: generation}
 
     def leave_rendezvous(self, worker_id: str, generation: int) -> None:

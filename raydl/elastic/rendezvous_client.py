@@ -52,8 +52,6 @@ class _Participation:
     generation: int = 0
     signal: Signal = Signal.GO_ON
     """Answer to the last heartbeat."""
-    has_entered: bool = False
-    """Whether this worker has connected, and so has a copy of the center."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
 
@@ -144,7 +142,7 @@ class RendezvousClient:
         self._transport = transport = self._make_transport(
             self.worker_id, invitation.membership, current.abandoned
         )
-        self._stale_age, self._has_entered, current.has_entered = None, True, True
+        self._stale_age, self._has_entered = None, True
         return Entry(invitation.membership, transport, snapshot, first)
 
     def check(self) -> None:
@@ -187,11 +185,12 @@ class RendezvousClient:
         """Return the current center, or None if the workers hold it."""
         return self._server.center() if self._server and not self._ended.is_set() else None
 
-    def leave_rendezvous(self, own: Callable[[], Snapshot]) -> None:
+    def leave_rendezvous(self, own: Callable[[], Snapshot] | None) -> None:
         """Leave for good, while the others train on.
 
         Args:
-            own: returns this worker's copy of the center, kept for later workers.
+            own: returns this worker's copy of the center, kept for later workers; None: it has
+                none.
         """
         server, was_ended = self._server, self._ended.is_set()
         try:
@@ -201,11 +200,12 @@ class RendezvousClient:
             self._ended.set()
             self._close_transport()
 
-    def _leave(self, server: RendezvousServer, own: Callable[[], Snapshot]) -> None:
+    def _leave(self, server: RendezvousServer, own: Callable[[], Snapshot] | None) -> None:
         """Leave at the server; the heartbeats go on until then."""
-        generation, has_copy = self._current.generation, self._current.has_entered
+        generation = self._current.generation
+        has_copy = own is not None and self._has_entered and self._stale_age is None
         with contextlib.suppress(AttachError):  # the server was lost
-            if server.leave_rendezvous(self.worker_id, generation, has_copy):
+            if server.leave_rendezvous(self.worker_id, generation, has_copy) and own is not None:
                 server.put(generation, own())
                 server.leave_rendezvous(self.worker_id, generation, False)
 

@@ -12,7 +12,7 @@ from raydl.core.saved_state import SavedState
 from raydl.core.worker_group import WorkerGroup
 from raydl.elastic.failures import WorkerErrors
 from raydl.elastic.generation import Generation
-from raydl.elastic.worker_registry import Phase, WorkerRegistry
+from raydl.elastic.worker_registry import Phase, WorkerEntry, WorkerRegistry
 from raydl.errors import CapacityError, ProcessLostError, in_one_line
 
 _PATIENCE_S = 5.0
@@ -211,7 +211,8 @@ class WorkerPool:
     def note_error(self, worker_id: str, error: Exception) -> str:
         """Replace a worker that raised an error, if the settings permit it.
 
-        A spare with too many errors is not replaced: the run needs none.
+        A spare with too many errors is not replaced: the run needs none, unless the spare trains
+        instead of a worker that is missing.
 
         Returns:
             Why the run stops instead, or "" if it continues without the worker.
@@ -220,7 +221,7 @@ class WorkerPool:
             return why
         entry = self._worker_registry[worker_id]
         if why := self._errors.why_not_replaced(worker_id):
-            if entry.reserves_cpu:
+            if entry.reserves_cpu or self._is_needed(entry):
                 return why
             self._num_spares = max(0, self._num_spares - 1)
             self._log(f"{why}; it was a spare and is not replaced")
@@ -234,6 +235,13 @@ class WorkerPool:
         if replacement := self.lose(worker_id, in_one_line(error)):
             self._errors.replace(worker_id, replacement)
         return ""
+
+    def _is_needed(self, entry: WorkerEntry) -> bool:
+        """Whether a worker trains without which too few would be left."""
+        in_phase = self._worker_registry.in_phase
+        present = {*in_phase(Phase.TRAINING), *in_phase(Phase.READY)}
+        is_training = entry.phase is Phase.TRAINING
+        return is_training and len(present) <= max(1, self._config.scaling.min_workers)
 
     def end(self, worker_id: str, cause: str) -> None:
         """End a worker at once, without a replacement."""

@@ -43,7 +43,7 @@ from raydl.core.worker_group import (
 )
 from raydl.data import Dataset, Prepare
 from raydl.elastic.heartbeat import Heartbeats
-from raydl.errors import InfrastructureError
+from raydl.errors import InfrastructureError, NonFiniteCenterError
 from raydl.faults import Fault
 from raydl.ray_backend import fork_server
 from raydl.ray_backend.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
@@ -94,10 +94,23 @@ class _Backup:
     """Completed exchanges of the center at the copy."""
     is_requested: bool = False
     _next_at: float = 0.0
+    _is_final: bool = False
 
     def begin(self, state: Any, version: int) -> None:
         """Set the state that a center starts from, or that of a checkpoint."""
-        self.state, self.version = state, version
+        self.state, self.version, self._is_final = state, version, False
+
+    def distrust(self, state: Any, version: int) -> None:
+        """Go back to the state of a checkpoint until the center restarts, since it has diverged.
+
+        Its optimizer may have diverged before its weights did.
+        """
+        self.state, self.version, self._is_final = state, version, True
+
+    def restarted(self) -> Any:
+        """Return the state that a center restarts with; from now on it is copied again."""
+        self._is_final = False
+        return self.state
 
     def is_due(self, now: float) -> bool:
         """Whether to request another copy."""
@@ -105,7 +118,9 @@ class _Backup:
 
     def keep(self, state: Any, version: int, seconds: float, *, now: float) -> None:
         """Keep a new copy, which took ``seconds`` of CPU time."""
-        self.state, self.version, self.is_requested = state, version, False
+        if not self._is_final:
+            self.state, self.version = state, version
+        self.is_requested = False
         self._next_at = now + max(_BACKUP_EVERY_S, 50 * seconds)
 
 
@@ -249,7 +264,7 @@ class RayWorkerGroup:
         if not self._backup.is_needed:
             self._start_center(copy)
             return ""
-        self._start_center(copy, self._backup.state)
+        self._start_center(copy, self._backup.restarted())
         return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
     def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
@@ -530,6 +545,9 @@ class RayWorkerGroup:
                 return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
             return self._give_up_or_lose(call, reason)
         error = original(task_error)
+        self._setups.end(call.who)  # if it was the setup that failed
+        if isinstance(error, NonFiniteCenterError):
+            self._backup.distrust(*self._kept_optimizer)
         if call.who == "evaluator":
             self._end_evaluator()
             if isinstance(error, InfrastructureError):
@@ -679,7 +697,7 @@ class RayWorkerGroup:
 
     def evaluate(self, round: int) -> None:
         """Have the evaluator score the center of a round, or of a newer one."""
-        self._scored_at = time.monotonic()
+        self._num_scored, self._scored_at = -1, time.monotonic()  # its first answer is progress
         # The center may no longer hold that round.
         ref = self._started_evaluator().evaluate.remote(self._center.newest.remote())
         self._calls.expect(ref, "evaluator", lambda evaluated: [evaluated], task="evaluation")
@@ -722,7 +740,7 @@ class RayWorkerGroup:
         """
         self._calls.forget(lambda call: call.task == "checkpoint")
         round, worker_ids = self._held
-        self._held = -1, ()
+        self._held, self._collected = (-1, ()), {}
         for worker_id in worker_ids:
             if round != but and worker_id in self._workers:
                 self._workers[worker_id].release.remote(round)

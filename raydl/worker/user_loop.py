@@ -465,7 +465,8 @@ class Attached(Optimizer):
 
     def detach(self) -> None:
         """Leave; the others continue. This worker's steps since its last exchange are lost."""
-        self._rendezvous.leave_rendezvous(self._center)
+        # Without a strategy it has not got as far as a copy of the center.
+        self._rendezvous.leave_rendezvous(self._center if self._runner.strategy else None)
         _HOLDERS.pop(self._flat.model, None)
 
     def __enter__(self) -> Attached:

@@ -14,6 +14,7 @@ from ray.exceptions import (
 
 from raydl.core.progress import Progress
 from raydl.elastic.heartbeat import Heartbeats
+from raydl.errors import NonFiniteCenterError
 from raydl.ray_backend.pending_calls import Call, PendingCalls, in_few_words
 from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup, _on_report
@@ -104,6 +105,19 @@ def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is
     worker_group.hand_over_checkpoint(center_of(25))
     worker_group.rebuild_center("w0")
     assert worker_group.started_with[-2:] == ["of 20", "of 30"]
+
+
+def test_a_diverged_center_restarts_with_the_optimizer_of_the_newest_checkpoint(worker_group):
+    worker_group.hand_over_checkpoint(center_of(20))
+    worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
+    worker_group._calls.expect("run", "w0", list)
+    error = RayTaskError("run", "traceback", NonFiniteCenterError(31))
+    assert worker_group._on_task_error(error, worker_group._calls.pop_call("run"))
+    worker_group._backup.keep("of 31", 31, 0.0, now=0.0)  # it was on its way
+    worker_group.rebuild_center("w0")
+    worker_group._backup.keep("of 40", 40, 0.0, now=0.0)
+    worker_group.rebuild_center("w0")
+    assert worker_group.started_with[-2:] == ["of 20", "of 40"]
 
 
 def test_a_center_restarted_from_a_checkpoint_gets_no_later_optimizer_state(worker_group):
