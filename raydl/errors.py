@@ -489,7 +489,9 @@ _TEXTS = re.compile(
     r"can't allocate memory|not enough memory|CUDA error|CUDNN_STATUS|cuDNN error|CUBLAS_STATUS"
     r"|NCCL error|uncorrectable ECC|hipError"
     r"|AWS Error (NETWORK_CONNECTION|REQUEST_TIMEOUT|SLOW_DOWN|SERVICE_UNAVAILABLE|THROTTLING"
-    r"|INTERNAL_FAILURE)|curlCode|Input/output error|Stale file handle|No space left on device",
+    r"|INTERNAL_FAILURE)|HTTP status 5\d\d|google::cloud::Status\((UNAVAILABLE|DEADLINE_EXCEEDED"
+    r"|INTERNAL|RESOURCE_EXHAUSTED)|curlCode|Input/output error|Stale file handle"
+    r"|No space left on device",
 )
 """Matches errors without a type or number of their own, such as torch's RuntimeError."""
 
@@ -530,6 +532,18 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(cause, RaydlError):
         return str(cause)
     return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
+
+
+def reading_error(path: str, problem: str, error: Exception) -> CheckpointError:
+    """Return the error to raise if a checkpoint cannot be read.
+
+    Args:
+        path: the path or URI of the checkpoint.
+        problem: what the message says.
+        error: the exception; if it is of the machine, the checkpoint may be whole.
+    """
+    kind = UnreadableCheckpointError if failure_of_machine(error) else CheckpointError
+    return kind(path, problem)
 
 
 def raise_if_of_machine(name: str, error: BaseException) -> None:

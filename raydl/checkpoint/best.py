@@ -19,7 +19,7 @@ from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
 from raydl.core.tensor_files import view_of
 from raydl.core.worker_group import Evaluated
-from raydl.errors import CheckpointError, UnreadableCheckpointError, failure_of_machine
+from raydl.errors import CheckpointError, reading_error
 from raydl.storage import Storage, below
 
 FILE = "best.safetensors"
@@ -92,15 +92,15 @@ class BestCenter:
         """Load the best center of earlier starts, if any; return a sentence if it is damaged.
 
         Raises:
-            UnreadableCheckpointError: the machine or the storage failed; the center may be whole,
-                and the next one must not replace it.
+            CheckpointError: the machine or the storage failed, or the file may not be read; the
+                center may be whole, and the next one must not replace it.
         """
         if self._storage.exists(FILE):
             try:
                 _, self.kept = read_best(self._storage)
-            except UnreadableCheckpointError:
-                raise
             except CheckpointError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise
                 return [f"{error}; the next scored center counts as the best"]
         return []
 
@@ -154,6 +154,5 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
         center, values = tensor_files.load(storage.read_whole(FILE))
         best = Best.from_dict(values)
     except (OSError, ValueError, TypeError) as error:
-        kind = UnreadableCheckpointError if failure_of_machine(error) else CheckpointError
-        raise kind(path, f"cannot be read: {error}") from error
+        raise reading_error(path, f"cannot be read: {error}", error) from error
     return center, best

@@ -44,12 +44,7 @@ from raydl.core import tensor_files
 from raydl.core.progress import Progress
 from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, unpack
 from raydl.core.tensor_files import TensorFile
-from raydl.errors import (
-    CheckpointError,
-    StateLostError,
-    UnreadableCheckpointError,
-    failure_of_machine,
-)
+from raydl.errors import CheckpointError, StateLostError, reading_error
 from raydl.redaction import redact
 from raydl.storage import Storage, Sum, below, in_words
 
@@ -453,17 +448,16 @@ class CheckpointStore:
                 raise _DamagedError(self._path(name), f"{file_name} is missing") from error
             except OSError as error:
                 if tries == _NUM_TRIES:
-                    raise self._unreadable(name, file_name, error) from error
+                    raise self._reading_error(name, file_name, error) from error
             tries += 1
             self._sleep(_PAUSE_S)
 
-    def _unreadable(self, name: str, file_name: str, error: OSError) -> CheckpointError:
-        kind = UnreadableCheckpointError if failure_of_machine(error) else CheckpointError
-        return kind(
-            self._path(name),
+    def _reading_error(self, name: str, file_name: str, error: OSError) -> CheckpointError:
+        problem = (
             f"{file_name} cannot be read: {in_words(error)}; the checkpoint may be whole, so "
-            f"nothing is deleted: try again, or move its folder away to use the one before it",
+            f"nothing is deleted: try again, or move its folder away to use the one before it"
         )
+        return reading_error(self._path(name), problem, error)
 
     def _compare(self, name: str, file_name: str, found: Sum, expected: Sum) -> None:
         if found != expected:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
@@ -25,6 +26,9 @@ from raydl.config import AUTO, ParamGroup, TrainConfig
 from raydl.errors import ConfigError
 from raydl.redaction import redact
 from raydl.text import escape_controls
+
+_PARSING = threading.Lock()
+"""CPython 3.11 counts the recursion of ``ast.parse`` for all threads together, and may raise."""
 
 _Options = TypeVar("_Options")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -247,7 +251,8 @@ def _typed(hint: Any, setting: str) -> Any:
 
 def _help_texts(cls: type[Any]) -> dict[str, str]:
     """Return the docstring of each field of a class as one line."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    with _PARSING:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
         field.target.id: " ".join(str(text.value.value).split())

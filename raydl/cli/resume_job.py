@@ -34,7 +34,7 @@ def resume(arguments: Sequence[str]) -> int:
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
         return exit_status_of(error)
-    if folder is not None:
+    if folder is not None and not parse_train(words).run.resume:
         words.append("--resume")
     return main(["train", *words], ends_process=True)
 
@@ -55,8 +55,8 @@ def _begun_folder(words: Sequence[str]) -> RunFolder | None:
     folder = RunFolder(config)
     wait_until_free(folder.storage, wait_s=LOCK_WAIT_S, log=partial(print, flush=True))
     submission = this_submission()
-    if config.run.resume or submission is None:
-        return None  # --resume is given already, or no submission is known
+    if submission is None:
+        return None
     try:
         return folder if folder.begun_by() == submission else None
     except OSError as error:

@@ -155,10 +155,11 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
     Raises:
         ConfigError: a setting names such a file, folder or module.
     """
+    is_of_library = config.model.startswith(("hf:", "torchvision:"))
     code = {
         "method.name": config.method.name,
         "task": config.task,
-        "model": config.model,
+        "model": "" if is_of_library else config.model,
         "optimizer.name": config.optimizer.name,
         "optimizer.lr_schedule": config.optimizer.lr_schedule,
     }

@@ -160,7 +160,8 @@ class BackgroundWriter:
             self._report()
         if self._thread.is_alive():
             give_up(self._name)
-            num_lost = len(self._queue) - 1 + self._num_dropped
+            # The last in the queue is no point; it has left the queue if the writer is closing.
+            num_lost = max(0, len(self._queue) - 1) + self._num_dropped
             self._log(
                 f"{self._name} could not be written to their end: {self._place} did not take them "
                 f"within {GIVE_UP_S:.0f} s; {num_lost:,} points are lost"

@@ -198,19 +198,32 @@ class RunFolder:
         return from_dict(TrainConfig, values["config"])
 
     def is_complete(self) -> bool:
-        """Return whether a start trained to the end and wrote all files of the run.
+        """Return whether the newest start trained to the end and wrote all files of the run.
 
         Raises:
             CheckpointError: the folder cannot be read.
         """
         try:
-            result = json.loads(self.storage.read_bytes("result.json"))
-            is_stopped = not isinstance(result, dict) or bool(result.get("stopped_by"))
-            return not is_stopped and self.storage.exists("center.safetensors")
+            config = json.loads(self.storage.read_bytes("config.json"))
+            epoch = self.finished_result().get("driver_epoch", 0)
+            is_newest = _is_of_raydl(config) and epoch == config.get("driver_epoch")
+            return is_newest and self.storage.exists("center.safetensors")
         except (FileNotFoundError, ValueError):
             return False
         except OSError as error:
             raise CheckpointError(self.root, f"cannot be read: {in_words(error)}") from error
+
+    def finished_result(self) -> dict[str, Any]:
+        """Return the figures of a start that trained to the end; empty without one.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        try:
+            result = json.loads(self.storage.read_bytes("result.json"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return {}
+        return result if isinstance(result, dict) and not result.get("stopped_by") else {}
 
     def redacted_settings(self) -> list[str]:
         """Return the dotted names of the settings whose credentials ``config.json`` omits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,9 +15,9 @@ from raydl.core.center import Snapshot, first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.stop_condition import StopCondition
 from raydl.data.order import Order
-from raydl.errors import CheckpointError, ConfigError
+from raydl.errors import CheckpointError, ConfigError, reading_error
 from raydl.run.folder import RunFolder
-from raydl.storage import below
+from raydl.storage import below, in_words
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,17 @@ class Start:
             CheckpointError: no checkpoint can be read, or some have no manifest.
             ShapeError: the checkpoint is of another model.
         """
+        try:
+            return cls._from_folder(folder, config, flat, order)
+        except OSError as error:
+            raise reading_error(
+                below(folder.root, "checkpoints"), f"cannot be read: {in_words(error)}", error
+            ) from error
+
+    @classmethod
+    def _from_folder(
+        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, order: Order
+    ) -> Start:
         num_samples = order.num_samples
         epoch = folder.epoch.number
         store = CheckpointStore(
@@ -166,10 +176,5 @@ def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> N
 
 def _result_at(folder: RunFolder, snapshot: Snapshot) -> dict[str, Any]:
     """Return the figures of a start that finished with this snapshot, or an empty dict."""
-    try:
-        result = json.loads(folder.storage.read_bytes("result.json"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(result, dict) or result.get("stopped_by"):
-        return {}
+    result = folder.finished_result()
     return result if result.get("samples") == snapshot.progress.num_samples else {}

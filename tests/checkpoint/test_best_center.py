@@ -104,16 +104,27 @@ def test_a_damaged_best_center_is_reported_and_replaced_by_the_next_one(tmp_path
     assert read_best(storage)[1].metrics == {"accuracy": 0.1}
 
 
-def test_a_best_center_that_the_storage_fails_to_read_is_not_replaced(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), UnreadableCheckpointError),
+        (OSError("google::cloud::Status(UNAVAILABLE: try later)"), UnreadableCheckpointError),
+        (PermissionError(errno.EACCES, "Permission denied"), CheckpointError),
+    ],
+)
+def test_a_best_center_that_the_storage_fails_to_read_is_not_replaced(
+    tmp_path, monkeypatch, error, kind
+):
     storage, flat = Storage(str(tmp_path)), flat_model()
     storage.write_bytes(FILE, b"it may be whole")
 
     def fail(path):
-        raise OSError(errno.ESTALE, "Stale file handle")
+        raise error
 
     monkeypatch.setattr(storage, "read_whole", fail)
-    with pytest.raises(UnreadableCheckpointError, match=r"cannot be read: .*Stale file handle"):
+    with pytest.raises(CheckpointError, match=r"best.safetensors: cannot be read: ") as raised:
         BestCenter(storage, flat).load_earlier()
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize("keep_best", [True, False])

@@ -80,7 +80,7 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
     (tmp_path / "mine.py").touch()
     (tmp_path / "words").touch()
     (tmp_path / "part-0.parquet").touch()
-    for folder in ("pictures", "digits"):
+    for folder in ("pictures", "digits", "torchvision", "hf"):
         (tmp_path / folder).mkdir()
     for words in (
         ["--fault-plan", "plan.yaml"],
@@ -99,6 +99,7 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         [],
         ["--method", "elsewhere:Rule"],
         ["--model", "torchvision:resnet18"],
+        ["--model", "hf:/shared/llama"],
         ["--data", str(tmp_path / "pictures")],
         ["--data", "s3://bucket/pictures"],
         ["--data", "digits"],  # the bundled ones

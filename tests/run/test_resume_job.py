@@ -45,6 +45,20 @@ def test_a_run_that_was_complete_when_its_driver_was_lost_ends_well(tmp_path, ca
     assert (run / "center.safetensors").exists()
 
 
+def test_a_longer_run_that_was_complete_when_its_driver_was_lost_ends_well(
+    tmp_path, capsys, monkeypatch
+):
+    run, longer = tmp_path / "run", [*options_of(tmp_path / "run"), "--resume"]
+    assert cli.main(["train", *options_of(run), "--epochs", "1"]) == 0
+    monkeypatch.setenv("RAYDL_SUBMISSION", "ours")
+    assert resume_job.resume(longer) == 0
+    capsys.readouterr()
+    assert resume_job.resume(longer) == 0
+    assert capsys.readouterr().out == f"the run is complete: {run}\n"
+    monkeypatch.setenv("RAYDL_SUBMISSION", "another one, which has nothing to do")
+    assert resume_job.resume(longer) == 2
+
+
 def begin(run, monkeypatch, submission):
     """Leave what an attempt leaves that was lost before its first checkpoint."""
     monkeypatch.setenv("RAYDL_SUBMISSION", submission)

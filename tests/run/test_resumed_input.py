@@ -1,6 +1,7 @@
 """A run goes on only with the samples in the order that it began with."""
 
 import dataclasses
+import errno
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from raydl.core.center import first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.worker_group import Collected
 from raydl.data.order import InBlocks, Shuffled
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, UnreadableCheckpointError
 from raydl.run.folder import RunFolder
 from raydl.run.resume import Start
 
@@ -35,6 +36,10 @@ def resume(tmp_path, order, *, is_old=False):
         if is_old:
             del checkpoint.state["order"]
         CheckpointStore(start.folder.storage).write(checkpoint)
+    return open_again(config, flat, order)
+
+
+def open_again(config, flat, order):
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     folder = RunFolder(again)
     with folder.held(resume=True):
@@ -66,3 +71,15 @@ def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
 
 def test_a_checkpoint_without_the_name_of_its_order_is_resumed_from(tmp_path):
     assert resume(tmp_path, BEGAN, is_old=True).snapshot.progress.round == 1
+
+
+def test_a_storage_that_fails_while_checkpoints_are_listed_is_one_sentence(tmp_path, monkeypatch):
+    start = resume(tmp_path, BEGAN)
+
+    def fail(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(CheckpointStore, "names", fail)
+    config, flat = start.folder.read_config(), FlatModel(torch.nn.Linear(2, 1))
+    with pytest.raises(UnreadableCheckpointError, match="/checkpoints: cannot be read: "):
+        open_again(config, flat, BEGAN)

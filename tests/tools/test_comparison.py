@@ -165,6 +165,20 @@ def test_a_run_that_another_comparison_still_trains_is_not_removed(tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_another_comparison_has_completed_meanwhile_is_kept(tmp_path):
+    class Slow(FakeFit):
+        def __call__(self, config):
+            figures = super().__call__(config)
+            if len(self.done) == 1:
+                compare(make(tmp_path), fit=FakeFit())
+            return figures
+
+    slow = Slow()
+    assert compare(make(tmp_path), fit=slow) == 0
+    assert len(slow.done) == 1
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_complete_runs_with_other_settings_are_refused(tmp_path):
     compare(make(tmp_path), fit=FakeFit())
     training = dataclasses.replace(BASE.training, samples=200)

@@ -129,6 +129,9 @@ def _attempt(run: Run, fit: Fit) -> tuple[Run, str]:
         raise ConfigError(
             "out", f"{run.folder} is in use by another comparison, which still trains"
         )
+    run = load_complete(run)  # another comparison may have completed it since the start of this one
+    if run.figures is not None:
+        return run, ""
     if any((run.folder / name).exists() for name in ("config.json", "error.txt")):
         shutil.rmtree(run.folder)  # an earlier, incomplete attempt
     try:
