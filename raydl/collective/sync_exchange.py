@@ -30,7 +30,7 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Header, counted, host_like
+from raydl.core.exchange import Arrival, Header, host_like, toward_center
 from raydl.core.reports import AllreduceReport
 from raydl.core.rules import Sends, Tally
 from raydl.metrics import TimeParts
@@ -158,7 +158,7 @@ class SyncExchange:
     ) -> None:
         """Copy the message to scratch memory and start the sum."""
         assert not self._work, "an exchange is in progress"
-        self._weights.copy_(counted(weights, self.center.weights, distrust))
+        self._weights.copy_(toward_center(weights, self.center.weights, distrust))
         if self._buffers.numel():
             self._buffers.copy_(buffers)
         self._header.copy_(torch.tensor(header.numbers(), dtype=self._header.dtype))
@@ -215,7 +215,7 @@ class StagedExchange:
     ) -> None:
         """Copy to the host and start the sum there."""
         with self._parts.measure("host_device_parameters"):
-            self._host.copy_(counted(weights, self.center.weights, distrust))
+            self._host.copy_(toward_center(weights, self.center.weights, distrust))
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
         self._inner.begin(self._host, self._host_buffers, header)
@@ -288,7 +288,7 @@ class GatheredExchange:
     ) -> None:
         """Encode the message and start to gather all messages."""
         assert self._work is None, "an exchange is in progress"
-        weights = counted(weights, self.center.weights, distrust)
+        weights = toward_center(weights, self.center.weights, distrust)
         encoded = self._message[: self._num_encoded]
         if self._sends is Sends.WEIGHTS:
             codec = self._feedback.codec

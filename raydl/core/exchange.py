@@ -100,7 +100,7 @@ class Exchange(Protocol):
             buffers: float buffers, shape [num_buffers].
             header: numbers sent with the message.
             distrust: how little the weights count, 0..1: the center moves as if they were
-                ``counted(weights, center, distrust)``, for the center that they meet.
+                ``toward_center(weights, center, distrust)``, for the center that they meet.
         """
         ...
 
@@ -117,7 +117,7 @@ class Exchange(Protocol):
         ...
 
 
-def counted(weights: Tensor, center: Tensor, distrust: float) -> Tensor:
+def toward_center(weights: Tensor, center: Tensor, distrust: float) -> Tensor:
     """Return x + f * (c - x): the weights, closer to the center the less they are trusted."""
     return torch.lerp(weights, center, distrust) if distrust else weights
 

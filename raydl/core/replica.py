@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from raydl.config import TrainingConfig
 from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
-from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, counted
+from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, toward_center
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.core.rules import Rule, Sends, squared_distance
@@ -306,7 +306,8 @@ class Replica:
             self._sent[span] = self.flat.weights[span]
         message = self._message(exchange, step_plan)
         f = self._dynamic_weights.distrust_at(span.start)
-        self._check_message(counted(message, exchange.center.weights, f), exchange, num_samples)
+        seen = toward_center(message, exchange.center.weights, f)
+        self._check_message(seen, exchange, num_samples)
         exchange.begin(message, self.flat.buffers, header, f)
         if self._rule.sends is Sends.GRADIENT:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
@@ -447,7 +448,7 @@ class Replica:
         f = self._dynamic_weights.distrust_at(exchange.span.start)
         sent, pull = arrival.seen, self._pull[exchange.span]
         if sent is None:
-            sent = counted(weights, center, f)
+            sent = toward_center(weights, center, f)
         # The distance is that of the weights themselves, whatever was sent of them.
         true_squares = None if sent is weights else self._distance_squared(exchange, weights)
         squares = self._rule.measured_pull(sent, center, arrival.tally, out=pull)

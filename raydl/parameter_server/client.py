@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raydl.core.center import Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Header, Staging, counted
+from raydl.core.exchange import Arrival, Header, Staging, toward_center
 from raydl.core.non_trainable import BufferChanges, NonTrainableState
 from raydl.core.rules import Sends, Tally
 from raydl.data.ledger import Span
@@ -139,7 +139,7 @@ class MessageExchange:
             self._update_mirror()
         if self._is_plain or self._sends is not Sends.WEIGHTS:
             return Arrival(self._tally)
-        seen = counted(self._seen, self.center.weights, self._distrust)
+        seen = toward_center(self._seen, self.center.weights, self._distrust)
         return Arrival(self._tally, seen=seen)
 
     def commit(self) -> None:

@@ -116,7 +116,7 @@ class Request:
     lr: float
     completion: Completion | None = None
     distrust: float = 0.0
-    """How little the weights count, 0..1: see ``raydl.core.exchange.counted``."""
+    """How little the weights count, 0..1: see ``raydl.core.exchange.toward_center``."""
 
 
 @dataclass(frozen=True)

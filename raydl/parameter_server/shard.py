@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raydl.core.center import Center, MakeOptimizer
 from raydl.core.compression import Codec
-from raydl.core.exchange import counted
+from raydl.core.exchange import toward_center
 from raydl.core.membership import Membership
 from raydl.core.rules import Rule, Sends, Tally, mix_buffers_
 from raydl.data.ledger import Span
@@ -293,7 +293,7 @@ class Shard:
 
     def _apply(self, center: Center, total: Tensor, request: Request) -> None:
         center.set_lr(request.lr)
-        total = counted(total, center.weights, request.distrust)
+        total = toward_center(total, center.weights, request.distrust)
         center.apply_(total, center.buffers, _tally(request))
 
     def _move_compressed(self, cell: _Cell, codec: Codec, request: Request) -> np.ndarray | None:

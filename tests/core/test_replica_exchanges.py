@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from raydl.config import OptimizerConfig, TrainingConfig
 from raydl.core.center import Mirror
-from raydl.core.exchange import Arrival, Header, StepPlan, counted
+from raydl.core.exchange import Arrival, Header, StepPlan, toward_center
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
@@ -40,7 +40,7 @@ class Still:
         self.sent, self.headers = [], []
 
     def begin(self, weights, buffers, header, distrust=0.0):
-        self.sent.append(counted(weights, self.center.weights, distrust).clone())
+        self.sent.append(toward_center(weights, self.center.weights, distrust).clone())
         self.headers.append(header)
 
     def wait(self):
