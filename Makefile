@@ -13,6 +13,8 @@ BENCHMARKS := efficiency time_to_accuracy mixed_speed exchange ladder thin_link 
 	link_switched recovery goodput regroup startup growth accuracy streaming layout paper \
 	partitions chaos
 BENCH_OPTIONS ?=
+# Short runs do not replace the results.
+BENCH_OUT = $(if $(findstring quick,$(BENCH_OPTIONS)),,--out benchmarks/results)
 
 .PHONY: train test test-fast test-cluster test-slow soak mutants test-gpu bench docs dist lint check clean help
 
@@ -90,7 +92,7 @@ $(VENV)/installed-bench: $(VENV)/installed
 
 bench: $(VENV)/installed-bench  ## all benchmarks, hours; BENCH_OPTIONS=--quick for a look
 	@failed=; for name in $(BENCHMARKS); do \
-		$(BIN)/python -m benchmarks.$$name --out benchmarks/results $(BENCH_OPTIONS) || \
+		$(BIN)/python -m benchmarks.$$name $(BENCH_OUT) $(BENCH_OPTIONS) || \
 		failed="$$failed $$name"; \
 	done; $(if $(findstring quick,$(BENCH_OPTIONS)),,\
 	$(BIN)/python -m benchmarks.page || failed="$$failed page";) \

@@ -35,6 +35,7 @@ import contextlib
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -295,13 +296,18 @@ def main() -> None:
     minutes = options.minutes or (QUICK_MINUTES if options.quick else MINUTES)
     seconds = 60 * minutes / len(rules)
     outcomes: dict[str, Outcome] = {}
-    try:
-        for rule in rules:
+    failed = []
+    for rule in rules:
+        try:
             outcomes[rule] = run_in_storm(rule, seed=options.seed, seconds=seconds, out=options.out)
-    except (HostsError, RunError) as error:
-        sys.exit(str(error))
+        except HostsError as error:
+            sys.exit(str(error))
+        except (RunError, subprocess.SubprocessError) as error:
+            report.add_text(f"{rule} failed: {error}")
+            failed.append(rule)
     add_results(report, outcomes)
     report.close(options.out)
+    sys.exit(1 if failed else 0)
 
 
 def add_results(report: Report, outcomes: dict[str, Outcome]) -> None:

@@ -97,6 +97,8 @@ class Report:
     """Name of the benchmark's module."""
     command: str
     is_quick: bool
+    where: str = field(default_factory=lambda: f"{_today()}, {version()}, {machine()}")
+    """The date, the commit and the machine, as the benchmark begins."""
     figures: list[Figure] = field(default_factory=list)
     _parts: list[str] = field(default_factory=list)
 
@@ -127,8 +129,7 @@ class Report:
         """Print the figures, and write the report to NAME.md and NAME.json in a folder, if any."""
         lines = "\n".join(figure.line() for figure in self.figures) + "\n"
         title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
-        when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        head = [title, f"    {self.command}", f"{when}, {version()}, {machine()}"]
+        head = [title, f"    {self.command}", self.where]
         words = {True: "met", False: "missed", None: ""}
         rows = [(f.name, f.value.text(), target_text(f), words[f.is_met]) for f in self.figures]
         figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)
@@ -177,6 +178,10 @@ def interleaved(
 def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
     """Return the spread over the repeats of the ratio within each repeat."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
 def version() -> str:

@@ -16,7 +16,8 @@ Train's TorchTrainer, which computes the same.
 
 Then the time to 99.0% with two workers, one of them slow, as in ``time_to_accuracy.py``: raydl with
 its defaults, the peers at the learning rate that is best for them there. The time of the peers does
-not include their evaluations; that of raydl includes everything.
+not include their evaluations; that of raydl includes everything. A run that fails or takes longer
+than 300 s counts with these 300 s.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from pathlib import Path
 
 from benchmarks.efficiency import total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.programs import RunError
 from benchmarks.quotas import throttled
 from benchmarks.runs import NO_SCORES, Point, Trained, Workplace, workplace
-from benchmarks.time_to_accuracy import Reached, reached_by_peer, reached_by_raydl, seconds_of
+from benchmarks.time_to_accuracy import (
+    Reached,
+    failed,
+    reached_by_peer,
+    reached_by_raydl,
+    seconds_of,
+)
 from benchmarks.watching import FOLDER, MODEL
 
 LIMIT, DDP, RAY_TRAIN = "plain processes", "torchrun DDP", "Ray Train"
@@ -156,12 +164,18 @@ def times_of(
     def raydl(name: str, seeds: Callable[[], int]) -> Reached:
         scores = ("--evaluation.every-samples", str(SCORED_EVERY))
         words = (*METHODS[name], "--workers", "2", *scores, "--seed", str(seeds()))
-        [run] = runs.train(SLOW, lambda: [place.train(*common, *words)])
+        try:
+            [run] = runs.train(SLOW, lambda: [place.train(*common, *words)])
+        except RunError as error:
+            return failed(name, error)
         return reached_by_raydl(run, accuracy=ACCURACY)
 
-    def peer(start: Callable[..., Trained], seeds: Callable[[], int]) -> Reached:
+    def peer(name: str, start: Callable[..., Trained], seeds: Callable[[], int]) -> Reached:
         words = ("--evaluate-every", str(SCORED_EVERY), *RATE, "--seed", str(seeds()))
-        [run] = runs.train(SLOW, lambda: [start(*common, *words)])
+        try:
+            [run] = runs.train(SLOW, lambda: [start(*common, *words)])
+        except RunError as error:
+            return failed(name, error)
         return reached_by_peer(run, accuracy=ACCURACY)
 
     def count() -> Callable[[], int]:
@@ -169,8 +183,8 @@ def times_of(
 
     return {
         **{name: partial(raydl, name, count()) for name in methods},
-        DDP: partial(peer, place.ddp, count()),
-        RAY_TRAIN: partial(peer, place.ray_train, count()),
+        DDP: partial(peer, DDP, place.ddp, count()),
+        RAY_TRAIN: partial(peer, RAY_TRAIN, place.ray_train, count()),
     }
 
 

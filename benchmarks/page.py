@@ -99,13 +99,19 @@ COMPARISONS = (
         "samples/s on a link of 100 Mbit/s",
         "`sync-easgd`, 30 steps, int8",
         "thin_link.ours.100.samples_per_s",
-        {"torchrun DDP": "thin_link.ddp.100.samples_per_s"},
+        {
+            "torchrun DDP": "thin_link.ddp.100.samples_per_s",
+            "the same with PowerSGD": "thin_link.ddp-powersgd.100.samples_per_s",
+        },
     ),
     Comparison(
         "samples/s on a link of 25 Mbit/s",
         "`sync-easgd`, 30 steps, int8",
         "thin_link.ours.25.samples_per_s",
-        {"torchrun DDP": "thin_link.ddp.25.samples_per_s"},
+        {
+            "torchrun DDP": "thin_link.ddp.25.samples_per_s",
+            "the same with PowerSGD": "thin_link.ddp-powersgd.25.samples_per_s",
+        },
     ),
     Comparison(
         "share of the speed of two plain processes, LeNet",

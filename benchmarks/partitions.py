@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -160,12 +161,16 @@ def main() -> None:
     cuts = [Cut(1, QUICK_S[0]), Cut(HEAD, QUICK_S[1])] if options.quick else None
     cuts = cuts or cuts_of(number, options.seed)
     observations: dict[str, Observed] = {}
-    try:
-        for index, method in enumerate(methods):
+    failed = []
+    for index, method in enumerate(methods):
+        try:
             with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
                 observations[method] = run_partitioned(made, method, cuts[index :: len(methods)])
-    except (HostsError, RunError) as error:
-        sys.exit(str(error))
+        except HostsError as error:
+            sys.exit(str(error))
+        except (RunError, subprocess.SubprocessError) as error:
+            report.add_text(f"{method} failed: {error}")
+            failed.append(method)
     rows = [
         (
             method, len(o.back_s), len(o.written), len(o.stale),
@@ -182,8 +187,10 @@ def main() -> None:
     for observed in observations.values():
         for sentence in observed.stale:
             report.add_text(sentence)
-    report.add_figures(*figures_of(list(observations.values())))
+    if observations:
+        report.add_figures(*figures_of(list(observations.values())))
     report.close(options.out)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

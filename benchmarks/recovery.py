@@ -17,11 +17,12 @@ lost progress   pauses plus thrown away; for Ray Train, which restarts from a ch
                 kill until the training passes its earlier progress
 full strength   from the kill until three workers have completed a step again
 
-Ray Train writes a checkpoint about every second, to its advantage: with fewer it would throw away
-more. raydl writes one every minute and needs none for the recovery. Both sides have the same
-cluster, which offers three CPUs to Ray, the same batches, one thread per worker, and no
-evaluations. ``2:3`` may train with two workers. With a fixed number of workers, the survivors wait
-for the replacement. ``3 + spare`` keeps a hot spare, which is ready when the worker is killed.
+Ray Train writes a checkpoint every 10,000 samples, about every two seconds, to its advantage: with
+fewer it would throw away more. The kill comes after a quarter, a half and three quarters of the way
+to the next one, in turn. raydl writes one every minute and needs none for the recovery. Both sides
+have the same cluster, which offers three CPUs to Ray, the same batches, one thread per worker, and
+no evaluations. ``2:3`` may train with two workers. With a fixed number of workers, the survivors
+wait for the replacement. ``3 + spare`` keeps a hot spare, which is ready when the worker is killed.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ NUM_WORKERS, QUICK_WORKERS = 3, 2
 BATCH_SIZE = 64
 CHECKPOINT_SAMPLES = 10_000
 """Samples of all workers between two checkpoints of Ray Train."""
+NUM_WAYS = 3
+"""Points between two checkpoints at which a worker is killed, in turn."""
 PEER = "Ray Train"
 CASES = {
     "sync-easgd 2:3": ("sync-easgd", "2:3", 0),
@@ -234,7 +237,9 @@ def _kill_one(run: Watched, num_workers: int, turn: list[int]) -> tuple[int, flo
     start = f"{num_workers} workers train"
     run.wait_until(lambda: run.num_training() >= num_workers, start, within_s=_UP_S)
     time.sleep(_STEADY_S)
-    num_steps = 2 * CHECKPOINT_SAMPLES // BATCH_SIZE  # enough for a checkpoint
+    # Enough for a checkpoint, and at another time between two checkpoints in each repeat.
+    way = 2 + (turn[0] % NUM_WAYS + 1) / (NUM_WAYS + 1)
+    num_steps = round(way * CHECKPOINT_SAMPLES / BATCH_SIZE)
     first = f"{num_steps} steps are taken"
     run.wait_until(lambda: run.num_steps() > num_steps, first, within_s=_UP_S)
     victim = sorted(run.steps())[turn[0] % num_workers]

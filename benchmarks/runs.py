@@ -141,7 +141,8 @@ class Workplace:
 
     def _run(self, *programs: Sequence[str]) -> None:
         """Run programs side by side and wait for their ends."""
-        environment = {**os.environ, **_ENVIRONMENT, "RAY_TMPDIR": str(self.folder)}
+        folders = {"RAY_TMPDIR": str(self.folder), "TMPDIR": str(self.folder)}
+        environment = {**os.environ, **_ENVIRONMENT, **folders}
         logs = [self._new("log") for _ in programs]
         started: list[subprocess.Popen[bytes]] = []
         try:

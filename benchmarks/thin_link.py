@@ -5,7 +5,8 @@ Command:   python -m benchmarks.thin_link            (--quick: only 100 Mbit/s, 
 Two hosts (network namespaces, ``hosts.py``), one worker in each, LeNet on MNIST, 64 samples a step:
 
 - at 10 Gbit/s, sync-easgd with the defaults of ``raydl train``: the unlimited speed;
-- at 100 and at 25 Mbit/s, sync-easgd with ``SETTINGS``, and DDP by torchrun.
+- at 100 and at 25 Mbit/s, sync-easgd with ``SETTINGS``, DDP by torchrun, and DDP with gradients
+  compressed by PowerSGD of rank 1, torch's own hook.
 
 The speed is samples per second of training: for raydl from the first record of a round to the last
 one before the center is sent back, for DDP from the first step to the last. The link rate changes
@@ -48,7 +49,12 @@ BATCH_SIZE, SCORED_EVERY = 64, 2500
 SCORED_SAMPLES = 180_000
 CUT = 11_520
 """Training samples in the quick form: whole rounds of 10 and of 30 steps."""
-NUM_SAMPLES = {"ours": (128_000, 23_040), "ddp.100": (12_800, 1280), "ddp.25": (5120, 1280)}
+NUM_SAMPLES = {
+    "ours": (128_000, 23_040),
+    "ddp.100": (12_800, 1280),
+    "ddp.25": (5120, 1280),
+    "powersgd": (64_000, 2560),
+}
 """Samples of a run in the full and the quick form."""
 MASTER_PORT = "29500"
 
@@ -60,8 +66,8 @@ def train(hosts: Cluster, mbit: float, data: str, num_samples: int, words: Seque
     return float(result["steady_samples_per_s"])
 
 
-def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int) -> float:
-    """Return the samples per second of torchrun's DDP at a link rate."""
+def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int, *words: str) -> float:
+    """Return the samples per second of torchrun's DDP at a link rate, with further options."""
     hosts.limit(mbit)
     path = hosts.folder / "ddp.json"
     torchrun = str(Path(sys.executable).with_name("torchrun"))
@@ -71,7 +77,7 @@ def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int) -> float
             "--master-addr", hosts.hosts.address(0), "--master-port", MASTER_PORT,
             "-m", "benchmarks.peers.ddp", "--model", "lenet", "--data", data,
             "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), "--seed", "0",
-            "--result", str(path),
+            "--result", str(path), *words,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -115,6 +121,9 @@ def measure_rates(
                 settings[f"{name}.{mbit}"] = words
                 cases[f"{name}.{mbit}"] = partial(train, hosts, mbit, data, num["ours"], words)
         cases[f"ddp.{mbit}"] = partial(train_ddp, hosts, mbit, data, num[f"ddp.{mbit}"])
+        cases[f"ddp-powersgd.{mbit}"] = partial(
+            train_ddp, hosts, mbit, data, num["powersgd"], "--powersgd"
+        )
     rates = interleaved(cases, repeats=options.repeats or (1 if options.quick else 5))
     report.add_table(
         ("case", "samples/s", "of the unlimited", "settings"),
@@ -143,6 +152,8 @@ def _rate_figures(rates: Mapping[str, Sequence[float]], mbit: int) -> list[Figur
         figures.append(Figure(name=f"thin_link.{case}.kept", value=kept, target=KEPT))
         over = ratios(rates[case], rates[f"ddp.{mbit}"])
         figures.append(Figure(name=f"thin_link.{case}.over_ddp", value=over, target=OVER_DDP[mbit]))
+        over = ratios(rates[case], rates[f"ddp-powersgd.{mbit}"])
+        figures.append(Figure(name=f"thin_link.{case}.over_ddp_powersgd", value=over))
     return figures
 
 

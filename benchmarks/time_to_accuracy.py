@@ -18,8 +18,8 @@ The peer is DistributedDataParallel in Ray Train's TorchTrainer. Its learning ra
 the best of ten, chosen first with one seed: those that need the fewest samples (with torchrun,
 which computes the same); the quick form takes one of them. raydl's are its defaults. With
 ``--tuned`` the named methods run at the best of the same ten as well, chosen in the same way, as
-further cases; the peer's time is then also given over theirs. ``--also`` measures sync-easgd with
-further settings beside the defaults.
+further cases (sync-easgd by default; none in the quick form); the peer's time is then also given
+over theirs. ``--also`` measures sync-easgd with further settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
 had; ratios to it are lower bounds. The full form takes about half an hour on two cores. The target
@@ -210,24 +210,24 @@ def cases_of(
         try:
             return train_raydl(place, data, plan, methods[name], seed=seeds())
         except RunError as error:
-            return _failed(name, error)
+            if name == OURS:  # all others are compared with it
+                raise
+            return failed(name, error)
 
     def ray_train(seeds: Callable[[], int]) -> Reached:
         words = _peer_words(data, plan, rate, seed=seeds())
         try:
             run = place.ray_train(*words, num_workers=NUM_WORKERS)
         except RunError as error:
-            return _failed(PEER, error)
+            return failed(PEER, error)
         return reached_by_peer(run, accuracy=plan.accuracy)
 
     ours = {name: partial(raydl, name, itertools.count().__next__) for name in methods}
     return {**ours, PEER: partial(ray_train, itertools.count().__next__)}
 
 
-def _failed(method: str, error: RunError) -> Reached:
-    """Return the outcome of a method whose run failed; raise the error if it is sync-easgd."""
-    if method == OURS:
-        raise error
+def failed(method: str, error: RunError) -> Reached:
+    """Return the outcome of a method whose run failed."""
     print(f"  {method} counts as not reached after {BOUND_S:.0f} s: {error}", flush=True)
     return Reached(seconds=BOUND_S, training_s=BOUND_S, samples=0, best=0.0, is_reached=False)
 
@@ -285,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
         samples={"type": int, "help": "most samples of a run; the learning rate ends at 0 there"},
         scored_every={"type": int, "help": "samples between two evaluations"},
         methods={"help": "methods of raydl besides sync-easgd, with commas; default: all"},
-        tuned={"default": "", "help": "methods to tune as the peer is, with commas"},
+        tuned={"help": f"methods to tune as the peer is, with commas; default: {OURS}"},
         also={"default": "", "help": "further settings to measure, as one argument"},
     )
 
@@ -294,7 +294,9 @@ def main() -> None:
     """Measure and report."""
     parser = _parser()
     options = parser.parse_args()
-    tuned = list(filter(None, options.tuned.split(",")))
+    tuned = [] if options.quick else [OURS]
+    if options.tuned is not None:
+        tuned = list(filter(None, options.tuned.split(",")))
     if unknown := [name for name in tuned if name not in METHODS]:
         parser.error(f"--tuned: {', '.join(unknown)}: no such method (raydl methods lists them)")
     defaults = QUICK if options.quick else FULL

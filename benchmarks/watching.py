@@ -129,7 +129,9 @@ class Session:
             FOLDER: str(self.folder),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            "RAY_TMPDIR": str(self.folder),  # so that Ray's logs are deleted, too
+            # So that all files are deleted, also those of programs that are killed.
+            "RAY_TMPDIR": str(self.folder),
+            "TMPDIR": str(self.folder),
         }
         with (self.folder / "log.txt").open("w") as log:
             self.began_at = time.monotonic()

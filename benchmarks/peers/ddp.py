@@ -1,6 +1,8 @@
 """PyTorch's DistributedDataParallel over gloo, one thread per rank.
 
 torchrun --nproc-per-node 2 --standalone -m benchmarks.peers.ddp --samples 60000 --result FILE
+
+With --powersgd the gradients are compressed by PowerSGD, torch's own communication hook.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.loop import Run, parser_of, read_data, settings_of
@@ -23,13 +26,25 @@ def wrapped(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+def compressed(model: nn.Module) -> nn.Module:
+    """Return the model as ``wrapped`` does, with gradients of rank 1 from the second step on."""
+    parallel = wrapped(model)
+    assert isinstance(parallel, DistributedDataParallel)
+    # By default only after 1,000 steps, which the short runs on a thin link do not take.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return parallel
+
+
 def main() -> None:
     """Train as one rank that torchrun has started."""
     parser = parser_of(__doc__)
-    settings = settings_of(parser, parser.parse_args())
+    parser.add_argument("--powersgd", action="store_true")
+    options = parser.parse_args()
+    settings = settings_of(parser, options)
     data = read_data(settings)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    Run(settings, data, wrap=wrapped).train()
+    Run(settings, data, wrap=compressed if options.powersgd else wrapped).train()
     dist.barrier()
     # The result is written. An ordinary exit sometimes aborts, because threads of torch still run:
     # on thin links one time in four.
