@@ -176,8 +176,15 @@ def test_the_files_copied_to_the_nodes_exist_and_are_enough_to_install(cloud):
     for remote, local in mounts.items():
         assert remote == f"~/raydl/{local}"
         assert (ROOT / local).exists(), local
-    assert "pip install --constraint ~/raydl/constraints.txt ~/raydl" in config["setup_commands"]
     assert needed_to_install() <= set(mounts.values())
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_pip_installs_a_copy_since_root_owns_the_folder_around_the_mounts(cloud):
+    assert config_of(f"{cloud}-spot")["setup_commands"] == [
+        "rm -rf /tmp/raydl && cp -r ~/raydl /tmp/raydl && "
+        "pip install --constraint /tmp/raydl/constraints.txt /tmp/raydl"
+    ]
 
 
 def project(pattern):
