@@ -28,6 +28,7 @@ from repository import ROOT
 from raydl import cli
 from raydl.core.methods import METHODS
 from raydl.launch.spot_notice.__main__ import main as spot_notice
+from raydl.launch.submission import HOME_RUNS
 
 FOLDER = ROOT / "cluster_configs"
 CLOUDS = ("aws", "gcp", "azure")
@@ -185,6 +186,27 @@ def test_pip_installs_a_copy_since_root_owns_the_folder_around_the_mounts(cloud)
         "rm -rf /tmp/raydl && cp -r ~/raydl /tmp/raydl && "
         "pip install --constraint /tmp/raydl/constraints.txt /tmp/raydl"
     ]
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_runs_on_the_heads_disk_are_in_folders_of_its_machine_that_the_containers_user_owns(cloud):
+    config = config_of(f"{cloud}-spot")
+    mounts = [option.removeprefix("-v ") for option in config["docker"]["head_run_options"]]
+    folders = {inside: outside for outside, inside in (mount.split(":") for mount in mounts)}
+    assert set(folders) == {"/home/ray/runs", f"/home/ray/{HOME_RUNS}"}
+    # Before the container starts: Docker would make root the owner of a folder that is missing.
+    words = config["initialization_commands"][-1].split()
+    assert words[:3] == ["sudo", "install", "--directory"]
+    assert words[3:7] == ["--owner", "1000", "--group", "100"]
+    assert words[7:] == list(folders.values())
+    for storage, _ in runs_of(f"{cloud}-spot"):
+        assert "://" in storage or storage in folders
+
+
+@pytest.mark.parametrize("page", ["clusters", "jobs"])
+def test_the_docs_say_where_kuberays_runs_survive(page):
+    [volume] = {storage for name in KUBERAY for storage, _ in runs_of(name)}
+    assert f"`--storage-path {volume}`" in (ROOT / f"docs/{page}.md").read_text()
 
 
 def project(pattern):
