@@ -117,6 +117,9 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
         submission.check_what_travels(config, here=Path.cwd())
     else:
         _check_size(options.working_dir)
+        uploaded = ray_session.uploaded_files(options.working_dir, list(submission.EXCLUDES))
+        here = Path(options.working_dir).absolute()
+        submission.check_what_travels(config, here=here, uploaded=uploaded)
     # Two submissions of a sweep may begin in the same second.
     message_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     return submission.plan_run(words, config, message_id=message_id, python=options.python)

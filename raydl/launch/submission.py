@@ -8,11 +8,12 @@ cluster, behind the protocol ``Jobs``.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -145,12 +146,16 @@ def check_credentials(words: Sequence[str], config: TrainConfig) -> None:
     )
 
 
-def check_what_travels(config: TrainConfig, *, here: Path) -> None:
-    """Refuse options that name something in this folder, which the cluster does not have.
+def check_what_travels(
+    config: TrainConfig, *, here: Path, uploaded: Collection[Path] | None = None
+) -> None:
+    """Refuse options that name something in a folder of this machine that the job will not have.
 
     Args:
-        config: the settings of a run that is submitted without a working folder.
-        here: the folder from which it is submitted.
+        config: the settings of a run.
+        here: its working folder; without one, the folder from which it is submitted.
+        uploaded: the files of the working folder that are uploaded, by their paths in it; None: the
+            run has no working folder.
 
     Raises:
         ConfigError: a setting names such a file, folder or module.
@@ -168,19 +173,31 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
         "run.fault_plan": config.run.fault_plan,
         "data": _path_of_data(config.data),
     }
-    found = [(setting, name) for setting, name in code.items() if _is_code_in(here, name)]
+    travels = {path for file in uploaded or () for path in (file, *file.parents)}
+
+    def is_left(paths: Sequence[Path]) -> bool:
+        return any(Path(os.path.relpath(path, here)) not in travels for path in paths)
+
+    found = [(setting, name) for setting, name in code.items() if is_left(_code_in(here, name))]
     found += [
         (setting, path)
         for setting, path in files.items()
-        if path and not _is_absolute(path) and _is_in(here, path)
+        if path and not _is_absolute(path) and is_left(_paths_in(here, path))
     ]
-    if found:
-        setting, value = found[0]
+    if not found:
+        return
+    setting, value = found[0]
+    if uploaded is None:
         raise ConfigError(
             setting,
             f"{value} is in this folder, which the job does not have; add --working-dir . "
             f"(before the --) to upload the folder, or name a place that all nodes can access",
         )
+    raise ConfigError(
+        setting,
+        f"{value} is not uploaded: it is outside {here}, or raydl submit, .gitignore or .rayignore "
+        f"leaves it out; move it within this folder, or name a place that all nodes can access",
+    )
 
 
 def _path_of_data(source: str) -> str | None:
@@ -189,16 +206,21 @@ def _path_of_data(source: str) -> str | None:
     return None if is_bundled else source.removeprefix("text:")
 
 
-def _is_in(here: Path, path: str) -> bool:
-    """Return whether a folder has a file of this path, or one that matches it."""
-    return (here / path).exists() or ("*" in path and any(here.glob(path)))
+def _paths_in(here: Path, path: str) -> list[Path]:
+    """Return what a folder has of this path: one file or folder, or those that match it."""
+    if (here / path).exists():
+        return [here / path]
+    return list(here.glob(path)) if "*" in path else []
 
 
-def _is_code_in(here: Path, name: str) -> bool:
-    """Return whether the module of ``module:name`` lies in a folder."""
+def _code_in(here: Path, name: str) -> list[Path]:
+    """Return the file or folder of the module of ``module:name``, if it lies in a folder."""
     module, mark, _ = name.partition(":")
+    if not mark:
+        return []
     path = here / module.replace(".", "/")
-    return bool(mark) and (path.with_name(f"{path.name}.py").exists() or path.is_dir())
+    file = path.with_name(f"{path.name}.py")
+    return [file] if file.exists() else [path] if path.is_dir() else []
 
 
 def make_runtime_env(

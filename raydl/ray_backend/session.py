@@ -433,23 +433,35 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
 def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]:
     """Return the bytes that Ray would upload of a folder, by its entries, and Ray's limit.
 
-    Ray's own walk counts them, with .gitignore and .rayignore; Ray does not compress. The limit is
-    the smaller of two: the dashboard's largest request, and Ray's largest stored package.
+    Ray does not compress. The limit is the smaller of two: the dashboard's largest request, and
+    Ray's largest stored package.
     """
     from ray._private import ray_constants
     from ray._private.runtime_env import packaging
 
     sizes: dict[str, int] = {}
+    for path, size in uploaded_files(folder, excludes).items():
+        sizes[path.parts[0]] = sizes.get(path.parts[0], 0) + size
+    return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
+
+
+def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int]:
+    """Return the files of a folder that Ray would upload, by their paths in it, with their bytes.
+
+    Ray's own walk finds them, with .gitignore and .rayignore.
+    """
+    from ray._private.runtime_env import packaging
+
+    sizes: dict[Path, int] = {}
     root = Path(folder).absolute()
 
     def count(path: Path) -> None:
         if path.is_file() and path != root:
-            entry = path.relative_to(root).parts[0]
-            sizes[entry] = sizes.get(entry, 0) + path.stat().st_size
+            sizes[path.relative_to(root)] = path.stat().st_size
 
     excluded = packaging._get_excludes(root, excludes)
     packaging._dir_travel(root, [excluded], count, include_gitignore=True)
-    return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
+    return sizes
 
 
 def drain_node(node_id: str, *, deadline_s: float) -> None:

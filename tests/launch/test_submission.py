@@ -1,6 +1,7 @@
 """What raydl submit sends as a Ray job, without Ray."""
 
 import itertools
+import re
 import shlex
 from pathlib import Path
 
@@ -108,6 +109,53 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         check_what_travels(cli.parse_train(words), here=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "text:docs/*.md"],
+        ["--data", "docs"],
+        ["--data", "../elsewhere"],
+        ["--fault-plan", "tests/plan.yaml"],
+        ["--task", "tests.mine:Task"],
+        ["--data", "secret.npz"],
+    ],
+)
+def test_a_setting_that_names_a_file_which_is_not_uploaded_is_refused(words, tmp_path):
+    folder = folder_to_upload(tmp_path)
+    with pytest.raises(ConfigError, match=r" is not uploaded: it is outside .*/work, or "):
+        submitting._plan(submitting._SubmitOptions(working_dir=folder), words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--data", "text:texts/*.md"],
+        ["--data", "texts"],
+        ["--data", "."],
+        ["--data", "/shared/docs"],
+        ["--data", "nowhere"],
+        ["--task", "mine:Task"],
+        ["--task", "texts.mine:Task"],
+        ["--fault-plan", "plan.yaml"],
+    ],
+)
+def test_a_setting_that_names_an_uploaded_file_is_accepted(words, tmp_path):
+    submitting._plan(submitting._SubmitOptions(working_dir=folder_to_upload(tmp_path)), words)
+
+
+def folder_to_upload(parent):
+    """Return a new folder with files that are uploaded and files that are not."""
+    for name in (
+        "work/docs/a.md", "work/texts/a.md", "work/texts/mine.py", "work/mine.py", "work/plan.yaml",
+        "work/tests/plan.yaml", "work/tests/mine.py", "work/secret.npz", "elsewhere/a.npz",
+    ):  # fmt: skip
+        (parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (parent / name).touch()
+    (parent / "work/.rayignore").write_text("secret.*\n")
+    return str(parent / "work")
+
+
 def test_the_job_brings_raydl_itself_and_time_for_its_last_checkpoint():
     env = make_runtime_env(
         package=Path("/here/raydl"),
@@ -154,8 +202,16 @@ def test_all_of_raydl_travels(root):
 
 def test_a_fresh_clone_uploads_little_with_ray_job_submit(root):
     sizes, _ = ray_session.folder_sizes(str(root), [])
-    assert not {".git", ".venv", "tests", "docs", "runs"} & set(sizes)
+    assert not {".git", ".venv", "tests", "runs"} & set(sizes)
     assert sum(sizes.values()) < 5 * 2**20
+
+
+def test_the_texts_that_a_job_learns_from_travel_with_ray_job_submit(root):
+    [texts] = re.findall(r'"text:(.+)"', (root / "jobs/language_model.py").read_text())
+    uploaded = ray_session.uploaded_files(str(root), [])
+    assert {path for path in uploaded if path.parts[0] == "docs"} == {
+        path.relative_to(root) for path in root.glob(texts)
+    }
 
 
 def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
