@@ -136,6 +136,15 @@ def test_the_head_is_on_demand_without_cpus_and_workers_are_0_or_more_spot_machi
     assert sum(t["max_workers"] for t in types.values()) == config["max_workers"]
 
 
+def test_on_gcp_a_gpu_worker_waits_for_its_driver_with_a_bound():
+    types = config_of("gcp-spot")["available_node_types"]
+    assert [n for n, t in types.items() if "install-nvidia-driver" in strings_in(t)] == ["gpu-spot"]
+    # These commands run before the container starts, in place of those of all nodes.
+    assert [n for n, t in types.items() if "initialization_commands" in t] == ["gpu-spot"]
+    [wait] = types["gpu-spot"]["initialization_commands"]
+    assert re.fullmatch(r"timeout [1-6]00 bash -c 'until nvidia-smi; do sleep 5; done'", wait)
+
+
 def is_spot(node_type):
     """Whether a node type of a cloud is a spot machine."""
     node = node_type["node_config"]
