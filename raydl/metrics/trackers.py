@@ -326,7 +326,8 @@ def names_of(trackers: str) -> tuple[str, ...]:
 
     Raises:
         UnknownNameError: if there is no tracker of a name.
-        ConfigError: if its library is not installed, or a name is there twice.
+        ConfigError: if its library is not installed, or cannot record with these settings, or a
+            name is there twice.
     """
     names = tuple(name.strip() for name in trackers.split(","))
     if names == ("none",):
@@ -341,9 +342,26 @@ def names_of(trackers: str) -> tuple[str, ...]:
                 f"{name} needs {library}, which is not installed: "
                 f"pip install 'elastic-raydl[{library}]'",
             )
+    if "mlflow" in names:
+        _check_mlflow_store()
     if len(set(names)) < len(names):
         raise ConfigError("run.tracker", f"must name each tracker once, got {trackers}")
     return names
+
+
+def _check_mlflow_store() -> None:
+    """Check that MLflow has a store; its library for clients, our extra, has none of its own.
+
+    Raises:
+        ConfigError: if MLflow would write an SQLite file, its default, and cannot.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
+    if uri.startswith("sqlite:") and importlib.util.find_spec("sqlalchemy") is None:
+        raise ConfigError(
+            "run.tracker",
+            "mlflow needs the address of a tracking server in MLFLOW_TRACKING_URI, or, to record "
+            "in a local file, pip install mlflow",
+        )
 
 
 def maker_of(

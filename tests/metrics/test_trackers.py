@@ -115,6 +115,25 @@ def test_a_mistake_is_one_sentence_before_anything_starts(names, error, sentence
         trackers.names_of(names)
 
 
+@pytest.mark.parametrize("uri", [None, "", "sqlite:///runs.db"])
+def test_mlflow_without_a_server_and_a_store_of_its_own_is_refused(uri, monkeypatch):
+    """mlflow-skinny has no SQLAlchemy, and only the log would say that nothing is recorded."""
+    installed = {"mlflow"}
+    monkeypatch.setattr(
+        trackers.importlib.util, "find_spec", lambda name: True if name in installed else None
+    )
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if uri is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(ConfigError, match=r"server in MLFLOW_TRACKING_URI, or, .* mlflow$"):
+        trackers.names_of("jsonl,mlflow")
+    installed.add("sqlalchemy")
+    assert trackers.names_of("jsonl,mlflow") == ("jsonl", "mlflow")
+    installed.remove("sqlalchemy")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert trackers.names_of("jsonl,mlflow") == ("jsonl", "mlflow")
+
+
 def test_names():
     assert trackers.names_of("none") == ()
     assert trackers.names_of("jsonl") == ("jsonl",)
