@@ -14,10 +14,13 @@ If a method fails, the others still run, and the exit status is 1. Repeat the co
 to continue a comparison that was stopped. For a Ray job, choose --out on a persistent disk.
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 from raydl.cli import main
 

@@ -9,12 +9,15 @@ Replace ``TinyClassifier`` by ``AutoModelForSequenceClassification.from_config(.
 of ``write_table`` by one with ``input_ids``, ``attention_mask`` and ``labels``.
 """
 
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 import numpy as np
 import pyarrow as pa

@@ -12,10 +12,13 @@ All options of ``raydl train`` are accepted and override the settings below: ``-
 the job in the folder that contains ``docs/``.
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 from raydl.cli import main
 

@@ -6,10 +6,13 @@ Time:      about 50 s, most of it to start Ray and its processes
 Hardware:  two shared CPU cores
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 import lightning
 import ray

@@ -10,10 +10,13 @@ place of the optimizer's step, and ``center`` for the evaluation. docs/attach.md
 when workers join or leave.
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 import ray
 import torch

@@ -9,11 +9,14 @@ This script generates the table; yours may have any columns. A batch is ``{colum
 column of numbers has shape [B], a column of lists of n numbers [B, n].
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 import numpy as np
 import pyarrow as pa

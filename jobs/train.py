@@ -11,10 +11,13 @@ working folder of a job is deleted with the job, so give ``--storage-path``. ``r
 the same, with a default storage path, a log that is followed, and retries: docs/jobs.md.
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+# A checkout needs no install: this process and those that it starts import raydl from it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
 
 from raydl.cli import main
 

@@ -43,6 +43,23 @@ def test_every_job_says_its_command_result_time_and_hardware(root):
         assert f"jobs/{path.name}" in text
 
 
+@pytest.mark.parametrize("before", [None, "", "/mine"])
+def test_a_job_and_the_processes_that_it_starts_import_raydl_from_any_folder(
+    before, root, monkeypatch
+):
+    """Of the driver's path, workers have only the script's and the current folder."""
+    for path in (root / "jobs").glob("*.py"):
+        [lines] = re.findall(r"^sys\.path.*\nos\.environ.*\n", path.read_text(), flags=re.M)
+        monkeypatch.setattr(sys, "path", ["/elsewhere"])
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if before is not None:
+            monkeypatch.setenv("PYTHONPATH", before)
+        exec(lines, {"__file__": str(path), "Path": Path, "os": os, "sys": sys})
+        assert sys.path == [str(root), "/elsewhere"], path
+        expected = [str(root), before] if before else [str(root)]
+        assert os.environ["PYTHONPATH"].split(os.pathsep) == expected, path
+
+
 @pytest.mark.processes
 def test_evaluating_a_run_gives_its_final_scores(tmp_path):
     run_job("train.py", *TINY, "--workers", 0, "--epochs", 8, "--run-dir", tmp_path / "run")
