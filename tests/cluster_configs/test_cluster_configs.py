@@ -218,6 +218,23 @@ def test_the_docs_say_where_kuberays_runs_survive(page):
     assert f"`--storage-path {volume}`" in (ROOT / f"docs/{page}.md").read_text()
 
 
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_with_images_of_your_own_the_setup_commands_may_be_empty_as_the_docs_say(
+    cloud, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    config = config_of(f"{cloud}-spot")
+    types = config["available_node_types"]
+    # These are all images, so that no node is without raydl.
+    assert [n for n, t in types.items() if "worker_image" in t.get("docker", {})] == ["gpu-spot"]
+    assert not {"head_image", "worker_image"} & set(config["docker"])
+    page = (ROOT / "docs/clusters.md").read_text()
+    for name in ("docker.image", "worker_image", "gpu-spot", "setup_commands: []"):
+        assert f"`{name}`" in page
+    config["setup_commands"] = []
+    validate_config(prepare_config(config))
+
+
 def project(pattern):
     """Return the only match in pyproject.toml of a pattern with one group."""
     [found] = re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.M)
