@@ -463,6 +463,8 @@ def test_tensorboard_listens_on_localhost_only_and_is_reached_by_a_forwarded_por
     for words in commands:
         assert "--bind_all" not in words
         assert ("127.0.0.1" if name in KUBERAY else None) == options_of(words).get("--host")
+    [listener] = re.findall(r"^\| TensorBoard \|.*", (ROOT / "docs/security.md").read_text(), re.M)
+    assert "in the pods of `cluster_configs/`, 127.0.0.1 |" in listener
     if name != "local":
         watch = [" ".join(words) for words in commands_of(name, "Watch")]
         assert any("port-forward" in line and "6006" in line for line in watch)
