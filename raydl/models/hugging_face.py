@@ -22,6 +22,9 @@ from raydl.errors import ConfigError
 _OF_THE_MODEL = (".safetensors", ".bin", ".h5", ".msgpack", ".index.json")
 """Endings of the names of files with weights, which the trained ones replace."""
 
+_WEIGHTS = {"config.json": "*.safetensors", "adapter_config.json": "adapter_model.safetensors"}
+"""Names of files with weights, by the file that says that there are some."""
+
 
 class LocalModel:
     """A model in a local folder.
@@ -81,15 +84,29 @@ class LocalModel:
             config = transformers.AutoConfig.for_model(self._config["model_type"], **values)
             model: nn.Module = kind(config)
             return model.train()
+        self._check_weights()
         try:
             # In float32, also where the file has half the bits: small steps add up.
-            model = kind.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32)
+            model = kind.from_pretrained(
+                self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
         except (OSError, ValueError, RuntimeError) as error:
             problem = str(error).splitlines()[0]
             raise ConfigError(
                 "model", f"{HUGGING_FACE}{self.folder} cannot be read: {problem}"
             ) from error
         return model.train()
+
+    def _check_weights(self) -> None:
+        """Refuse a folder whose weights transformers would unpickle."""
+        for config, weights in _WEIGHTS.items():
+            if Path(self.folder, config).exists() and not any(Path(self.folder).glob(weights)):
+                raise ConfigError(
+                    "model",
+                    f"{HUGGING_FACE}{self.folder} has no {weights}, and pickled weights (*.bin) "
+                    f"are not read; if you trust them, load them with from_pretrained and write "
+                    f"them with save_pretrained",
+                )
 
     def save(self, weights: Mapping[str, Tensor], target: str) -> None:
         """Write weights as a folder that ``from_pretrained`` reads, with the other files."""

@@ -120,6 +120,22 @@ def test_an_architecture_that_is_none_of_transformers_is_refused(folders, tmp_pa
         LocalModel(str(tmp_path)).build()
 
 
+@pytest.mark.processes
+def test_weights_in_a_pickle_are_refused_with_what_to_do(folders, tmp_path):
+    folder = tmp_path / "bert"
+    shutil.copytree(folders / "bert", folder)
+    (folder / "adapter_config.json").write_text("{}")
+    torch.save({}, folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors, and pickled weights"):
+        LocalModel(str(folder)).build()
+    (folder / "adapter_config.json").unlink()
+    weights = LocalModel(str(folder)).build().state_dict()
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors, and .*; .* with save_pretrained$"):
+        LocalModel(str(folder)).build()
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
