@@ -484,6 +484,35 @@ def test_azure_access_requires_the_network_of_ssh():
     assert len("255.255.255.255/32") <= parameter["maxLength"]
 
 
+def opened_to_ssh(network):
+    """Evaluate the template's expression, which is also one of Python."""
+    functions = {
+        "concat": lambda *parts: "".join(parts), "int": int, "max": max, "split": str.split,
+        "string": str, "parameters": {"sshFrom": network}.__getitem__,
+    }  # fmt: skip
+    expression = access()["variables"]["sshFrom"]
+    return eval(expression.removeprefix("[").removesuffix("]"), functions)
+
+
+@pytest.mark.parametrize(
+    ("given", "opened"),
+    [
+        ("203.0.113.7/32", "203.0.113.7/32"),
+        ("203.0.0.0/16", "203.0.0.0/16"),
+        ("128.0.0.0/1", "128.0.0.0/16"),
+        ("0.0.0.0/00", "0.0.0.0/16"),
+    ],
+)
+def test_on_azure_ssh_is_opened_to_65536_addresses_at_most(given, opened):
+    assert opened_to_ssh(given) == opened
+
+
+@pytest.mark.parametrize("word", ["AzureCloud", "VirtualNetwork", "AzureCloud/", "10.0.0.0/all"])
+def test_on_azure_a_word_in_place_of_a_network_is_refused(word):
+    with pytest.raises((IndexError, ValueError)):
+        opened_to_ssh(word)
+
+
 def test_on_azure_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other():
     variables = access()["variables"]
 
@@ -502,7 +531,7 @@ def test_on_azure_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_ot
 
     within = ("[variables('subnetPrefix')]", "*")
     assert opened("worker") == [within]
-    assert opened("head") == [("[parameters('sshFrom')]", "22"), within]
+    assert opened("head") == [("[variables('sshFrom')]", "22"), within]
 
 
 def test_azure_s_head_may_start_machines_without_public_addresses_and_assign_one_identity():
