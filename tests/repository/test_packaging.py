@@ -71,6 +71,22 @@ def test_the_source_distribution_builds_the_same_package(dist):
     assert {"pyproject.toml", "README.md", "LICENSE"} <= inside
 
 
+def test_nothing_is_built_for_a_tag_that_is_not_the_version(root):
+    jobs = yaml.safe_load((root / ".github/workflows/wheels.yml").read_text())["jobs"]
+    check, build = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
+    assert build == "make dist"
+    assert jobs["publish"]["needs"] == "build"
+    [version] = re.findall(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), re.M)
+    tags = (f"v{version}", f"v{version}.1", f"v{version.replace('.', 'x')}", "v")
+    statuses = [
+        subprocess.run(
+            ["bash", "-c", check], cwd=root, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False
+        ).returncode
+        for tag in tags
+    ]
+    assert statuses == [0, 1, 1, 1]
+
+
 def test_the_files_about_the_project_agree_with_its_version(root):
     text = (root / "pyproject.toml").read_text()
     project = dict(re.findall(r'^(version|license) = "(.+)"$', text, flags=re.M))
