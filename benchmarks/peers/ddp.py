@@ -28,8 +28,8 @@ def wrapped(model: nn.Module) -> nn.Module:
 
 def compressed(model: nn.Module) -> nn.Module:
     """Return the model as ``wrapped`` does, with gradients of rank 1 from the second step on."""
-    parallel = wrapped(model)
-    assert isinstance(parallel, DistributedDataParallel)
+    # One bucket: gloo would mix up the messages of several, which the hook sends at once.
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1000)
     # By default only after 1,000 steps, which the short runs on a thin link do not take.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
