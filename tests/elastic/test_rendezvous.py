@@ -179,6 +179,15 @@ def test_after_all_are_lost_the_furthest_of_loaded_and_kept_centers_is_the_sourc
     assert (call.source, call.age) == (source, loaded if source else NO_COPY)
 
 
+def test_workers_that_come_after_all_were_lost_before_a_center_was_kept_begin_anew():
+    gathering = Gathering((2, 2))
+    gathering.come("w0", "w1")
+    gathering.pass_s(LEASE_S)
+    gathering.poll("w2")
+    call = gathering.poll("w3")
+    assert (call.source, call.age) == ("w2", (0, 0))
+
+
 def test_a_loaded_center_replaces_none_that_members_have():
     gathering = Gathering((1, 2))
     gathering.come("w0")
@@ -506,6 +515,43 @@ def test_a_worker_that_never_entered_leaves_the_kept_center_as_it_is():
         failing.join()
     failing.detach()
     new, _ = attached(threads, "w2", 2)
+    with new:
+        assert same(new.center_state_dict(), center)
+
+
+def test_a_worker_whose_start_fails_leaves_the_kept_center_as_it_is(monkeypatch):
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
+    last, model = attached(threads, "w0", 0)
+    with last:
+        steps(last, model, 5)
+        center = last.center_state_dict()
+    failing, _ = attached(threads, "w1", 1)
+
+    def out_of_memory(snapshot):
+        raise MemoryError
+
+    monkeypatch.setattr(failing, "_start_replica", out_of_memory)
+    with pytest.raises(MemoryError):
+        failing.join()
+    failing.detach()
+    new, _ = attached(threads, "w2", 2)
+    with new:
+        assert same(new.center_state_dict(), center)
+
+
+def test_the_center_of_a_last_worker_whose_lease_expired_is_there_for_the_next_one():
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1, lease_s=0.2))
+    last, model = attached(threads, "w0", 0)
+    last.join()
+    steps(last, model, 5)
+    heartbeat, threads.server.heartbeat = threads.server.heartbeat, lambda *of: Signal.GO_ON
+    time.sleep(0.5)
+    threads.server.quiet_s()
+    assert not threads.server._rendezvous._entered
+    threads.server.heartbeat = heartbeat
+    center = last.center_state_dict()
+    last.detach()
+    new, _ = attached(threads, "w1", 1)
     with new:
         assert same(new.center_state_dict(), center)
 

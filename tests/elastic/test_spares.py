@@ -107,6 +107,14 @@ def test_a_spare_that_fails_again_and_again_is_not_replaced_and_the_run_continue
     assert stage.controller._why_stop == ""
 
 
+@BOTH
+def test_a_spare_that_trains_and_fails_too_often_stops_a_run_that_needs_it(is_sync):
+    stage = with_spare(is_sync=is_sync, elastic={"max_worker_errors": 0})
+    replace_lost(stage)  # w3 is still pending
+    stage.step(failed("w2"))
+    assert stage.controller._why_stop.startswith("w2 failed for the first time within an hour")
+
+
 def test_one_spare_that_fails_again_and_again_takes_no_other_spare_with_it():
     stage = with_spare(nodes=(), spares=2, elastic={"max_worker_errors": 1})
     assert stage.step(failed("w2"))[-1] == ("request_spare", "w4")
