@@ -36,7 +36,8 @@ the same run. The [measurements](measurements.md) say what the figures mean; the
 run in full since results are kept in the repository. Nothing was measured on a GPU.
 """
 _BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is ahead of the best
-other library. The sections below say what each library had to do.
+other library. The others ran without a hot spare; the rows after those with `--spares 1` are of raydl
+without one. The sections below say what each library had to do.
 """
 
 
@@ -66,9 +67,25 @@ COMPARISONS = (
         },
     ),
     Comparison(
+        "the same without a spare",
+        "`sync-easgd --workers 1:2`",
+        "goodput.sync-easgd-1:2-worker",
+        {
+            "torchft DiLoCo": "goodput.torchft-diloco-worker",
+            "hivemind": "goodput.hivemind-worker",
+            "Ray Train": "goodput.ray-train-worker",
+        },
+    ),
+    Comparison(
         "seconds until three workers train again after one was killed",
         "`sync-easgd --spares 1`",
         "recovery.sync-easgd-3-spare.full_strength_s",
+        {"Ray Train": "recovery.ray-train.full_strength_s"},
+    ),
+    Comparison(
+        "the same without a spare",
+        "`sync-easgd --workers 2:3`",
+        "recovery.sync-easgd-2:3.full_strength_s",
         {"Ray Train": "recovery.ray-train.full_strength_s"},
     ),
     Comparison(
