@@ -36,7 +36,7 @@ the same run. The [measurements](measurements.md) say what the figures mean; the
 run in full since results are kept in the repository. Nothing was measured on a GPU.
 """
 _BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is ahead of the best
-other library. The others ran without a hot spare; the rows after those with `--spares 1` are of raydl
+other library. The others ran without a hot spare; each row with `--spares 1` is followed by raydl
 without one. The sections below say what each library had to do.
 """
 

@@ -536,7 +536,7 @@ class _FlushedFile:
             self._num_bytes = 0
 
 
-TELL_S = 8.0
+LOG_AFTER_S = 8.0
 """Seconds without an answer after which a message is logged."""
 GIVE_UP_S = 45.0
 """Seconds without an answer after which nothing waits for the storage any longer."""
@@ -565,13 +565,13 @@ class SilenceMonitor:
     def pop_message(self) -> str | None:
         """Return the message to log now, or None."""
         silent_s, what = self._storage.unanswered()
-        if self._since is None and silent_s >= TELL_S:
+        if self._since is None and silent_s >= LOG_AFTER_S:
             self._since = time.monotonic() - silent_s
             return (
                 f"the storage {self._storage.root} has not answered for {silent_s:.0f} s ({what}); "
                 f"{self._meanwhile}"
             )
-        if self._since is not None and silent_s < TELL_S:
+        if self._since is not None and silent_s < LOG_AFTER_S:
             for_s, self._since = time.monotonic() - self._since, None
             return f"the storage {self._storage.root} answers again, after {for_s:.0f} s"
         return None

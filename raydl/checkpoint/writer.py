@@ -31,7 +31,7 @@ from raydl.storage import GIVE_UP_S, Storage, give_up
 
 _NO_TOTALS = Totals()
 _POLL_S = 0.05
-_REFUGE_S = 30.0
+_FALLBACK_S = 30.0
 """Time-out for writing the trained weights to another disk, in seconds."""
 _RETRY_S = 60.0
 """Seconds for which the writes of a run's last files are retried."""
@@ -108,7 +108,7 @@ class CheckpointWriter:
         order: name of the order of the samples.
         after: called after each checkpoint; its ``OSError`` is reported as a failure.
         unanswered: see ``raydl.storage.Storage.unanswered``.
-        refuge: a folder on another disk for the newest center if the storage fails; None for a
+        fallback_dir: a folder on another disk for the newest center if the storage fails; None: a
             temporary folder of the system.
     """
 
@@ -121,10 +121,10 @@ class CheckpointWriter:
         order: str = "",
         after: Callable[[], None],
         unanswered: Callable[[int | None], tuple[float, str]] = lambda thread: (0.0, ""),
-        refuge: Path | None = None,
+        fallback_dir: Path | None = None,
     ) -> None:
         self._unanswered = unanswered
-        self._refuge = refuge
+        self._fallback_dir = fallback_dir
         self._unwritten: Collected | None = None
         self._is_best_due = False
         self._store = store
@@ -332,14 +332,14 @@ class CheckpointWriter:
 
         def save() -> None:
             with suppress(OSError, CheckpointError):
-                folder = self._refuge or Path(tempfile.mkdtemp(prefix="raydl-"))
+                folder = self._fallback_dir or Path(tempfile.mkdtemp(prefix="raydl-"))
                 store = CheckpointStore(Storage(str(folder)))
                 store.write_trained(center, last.snapshot.progress.round)
                 saved.append(folder / TRAINED)
 
-        thread = threading.Thread(target=save, name="refuge", daemon=True)
+        thread = threading.Thread(target=save, name="fallback", daemon=True)
         thread.start()
-        thread.join(_REFUGE_S)  # this disk may hang as well
+        thread.join(_FALLBACK_S)  # this disk may hang as well
         return f"; the newest center is in {saved[0]}" if saved else ""
 
 

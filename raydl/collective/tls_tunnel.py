@@ -72,7 +72,6 @@ class TlsTunnel:
     """
 
     def __init__(self, files: TlsFiles, host: str) -> None:
-        self.host = host
         self._problem = ""
         self._has_problem = threading.Event()
         self._responses: queue.Queue[dict[str, Any]] = queue.Queue()

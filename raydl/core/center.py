@@ -50,7 +50,7 @@ class Snapshot:
     """Exchange tuning that the workers chose, or None."""
     non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
     """Non-trainable tensors, by name, that differ from those at this start of the run; see
-    ``raydl.core.flat.NonTrainableState``."""
+    ``raydl.core.non_trainable.NonTrainableState``."""
 
     def is_finite(self) -> bool:
         """Whether all values of the center are finite; see ``raydl.core.flat.is_finite``."""

@@ -143,7 +143,7 @@ class WorkerReport:
     """CPU time of all threads of the process in seconds."""
     is_starting: bool = False
     """Whether the worker waits for processes that have just started to read its samples."""
-    told_s: float = 0.0
+    sent_s: float = 0.0
     """Time of this report, by the worker's monotonic clock."""
 
 

@@ -93,7 +93,7 @@ class TookOver:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """A requested task failed, because a process was lost meanwhile."""
+    """A requested task failed."""
 
     task: str
     """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``,
@@ -140,7 +140,7 @@ class Published:
     """Whether all samples are trained, in methods in which the center has the ledger."""
     num_changes: int = 0
     """Changes of the ledger in the newest snapshot."""
-    told_s: float = 0.0
+    sent_s: float = 0.0
     """Time of this report, by the monotonic clock of the center's process."""
     process: str = ""
     """Id of the center's process: a restarted center has another clock."""

@@ -121,7 +121,7 @@ class IterableStyle:
 
     @property
     def note(self) -> str:
-        """What a run promises about these samples."""
+        """A sentence about the order of these samples, for the log."""
         return (
             f"{self.source} is iterable: an epoch is {self.num_samples:,} of its samples; when "
             f"workers come or go and after a resume, each worker starts a new shard at its "
@@ -163,7 +163,7 @@ class IterableStyle:
         return checked_batch(self._collate(samples), len(samples), source=self.source)
 
     def _draw(self, count: int) -> list[Any]:
-        """Return the next samples; in the driver, which nobody watches, within a time limit."""
+        """Return the next samples; in the driver, within a time limit."""
         if self._wanted is None:
             began_at = time.monotonic()
             try:
@@ -344,7 +344,7 @@ def _read_messages(loader: Any) -> Iterator[Any]:
             yield from pickle.loads(message)
     except Exception as error:  # a process was killed, or a sample cannot be pickled
         lines = str(error).strip().splitlines() or [""]
-        # What a process raised is at the end of its traceback.
+        # The error of a process is at the end of its traceback.
         problem = lines[-1] if lines[0].startswith("Caught ") else in_one_line(error)
         yield Unreadable(problem, error)
 

@@ -307,10 +307,10 @@ class Feed:
                 del self._prefetched[key]
 
     def _fetch_ahead(self) -> None:
-        """Fetch the next batches, those of this round also if those of later ones take their place.
+        """Fetch the next batches, up to a number in this round, and in all of them.
 
-        The latter may wait for long: near the end of an epoch this worker takes over samples that
-        others have reserved.
+        Batches of later rounds do not keep those of this round from being fetched. They may wait for
+        long: near the end of an epoch this worker takes over samples that others have reserved.
         """
         of_round = self._keys_of_round()
         while self._upcoming:

@@ -53,7 +53,7 @@ class CenterManager:
         self._worker_group = worker_group
         self._clock = clock
         self._publishing: Copy | None = None
-        self._unscheduled = -1
+        self._not_to_score = -1
         """The round that was last published for the next generation, not for a score."""
         self._lacking_since: float | None = None
         self.collecting_from: frozenset[str] = frozenset()
@@ -123,7 +123,7 @@ class CenterManager:
         requested as well.
         """
         if copy != self._publishing:
-            self._publishing, self._unscheduled = copy, copy.round
+            self._publishing, self._not_to_score = copy, copy.round
             self._worker_group.publish(copy.worker_id)
 
     def formed(self, generation: int, round: int) -> None:
@@ -135,8 +135,8 @@ class CenterManager:
         """
         self._generation = generation
         self.published = tuple(r for r in self.published if r <= round)
-        if round < self._unscheduled:  # it will be trained again
-            self._unscheduled = -1
+        if round < self._not_to_score:  # it will be trained again
+            self._not_to_score = -1
         self.is_new = False
         self.checkpoint_times.voted = False  # a vote ends with its generation
 
@@ -202,7 +202,7 @@ class CenterManager:
         Args:
             is_end: whether the training has ended.
         """
-        is_due = is_end or self.newest != self._unscheduled
+        is_due = is_end or self.newest != self._not_to_score
         is_idle = self._evaluating == self._evaluated
         if is_due and is_idle and self.newest > self._evaluated:
             self._evaluating = self.newest

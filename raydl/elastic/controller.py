@@ -377,7 +377,7 @@ class Controller:
         for number, worker_id in published.faults:
             self._log(self.planned_faults.note(number, worker_id))
         self.note_refused(published.process, published.refused)
-        self._add_records(published.records, f"center {published.process}", published.told_s)
+        self._add_records(published.records, f"center {published.process}", published.sent_s)
 
     def _on_report(self, report: WorkerReport) -> None:
         self.worker_registry.note_report(report)
@@ -388,11 +388,11 @@ class Controller:
         self.stragglers.note_round(report.round, report.round_s)
         self.stragglers.resume(self._clock(), report.generation)
         if report.worker_id == run.membership.worker_ids[0]:
-            self._add_records(report.records, report.worker_id, report.told_s)
+            self._add_records(report.records, report.worker_id, report.sent_s)
 
-    def _add_records(self, records: tuple[Record, ...], sender: str, told_s: float) -> None:
+    def _add_records(self, records: tuple[Record, ...], sender: str, sent_s: float) -> None:
         run = self._run
-        if run and self._curves.add_records(records, run.reports, sender=sender, told_s=told_s):
+        if run and self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s):
             self._worker_pool.note_progress()
             self._center_manager.checkpoint_times.epoch = self._curves.epoch
 
@@ -619,7 +619,7 @@ class Controller:
         return self._center_manager.note_presence(self._ensure_center(run))
 
     def _ensure_center(self, run: Generation | None) -> bool:
-        copy = self.worker_registry.freshest_copy(since=self._first_round)
+        copy = self.worker_registry.newest_copy(since=self._first_round)
         if self._center_manager.is_lost:
             self._log(self._center_manager.rebuild(copy))
         if not self._center_manager.published:  # it is starting
@@ -649,7 +649,7 @@ class Controller:
         if self._center_manager.is_lost:  # needed only for the score, which is optional
             self._log(
                 self._center_manager.rebuild(
-                    self.worker_registry.freshest_copy(since=self._first_round)
+                    self.worker_registry.newest_copy(since=self._first_round)
                 )
             )
         is_complete = run.has_final_reports() and not self._waits_for_files

@@ -108,7 +108,7 @@ class Generation:
         self.ended.pop(worker_id, None)
         self.reports.pop(worker_id, None)
 
-    def freshest(self) -> RunEnded | None:
+    def newest_end(self) -> RunEnded | None:
         """Return the end of the member that got furthest, or None if none has ended."""
         ends = self.ended.values()
         return max(ends, key=lambda end: (end.round, end.num_changes), default=None)
@@ -121,11 +121,11 @@ class Generation:
         the vote arrived. Otherwise the furthest member decides: if its round is the run's last
         one, that holds for the members that missed it, too.
         """
-        freshest = self.freshest()
+        newest = self.newest_end()
         outcomes = {end.outcome for end in self.ended.values()}
-        if freshest is None or Outcome.REGROUP in outcomes:
+        if newest is None or Outcome.REGROUP in outcomes:
             return Outcome.REGROUP
-        return freshest.outcome
+        return newest.outcome
 
     def note_vote(self) -> None:
         """Record the newest reported round at a vote for a checkpoint."""

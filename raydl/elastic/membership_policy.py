@@ -269,6 +269,6 @@ class AsyncMembership:
     ) -> int | None:
         """Return the round that training continues from: the center's newest."""
         # The center makes the last snapshot by itself; a restarted one has no later round.
-        end, newest = run.freshest() if run else None, self.center_manager.newest
+        end, newest = run.newest_end() if run else None, self.center_manager.newest
         is_complete = end is None or self.center_manager.is_new or newest >= end.round
         return newest if is_complete else None

@@ -43,7 +43,7 @@ class RecordForwarder:
         reports: dict[str, WorkerReport],
         *,
         sender: str,
-        told_s: float,
+        sent_s: float,
     ) -> bool:
         """Forward records with the newest reports; return whether the number of samples rose.
 
@@ -51,12 +51,12 @@ class RecordForwarder:
             records: new records, oldest first; may be empty.
             reports: the newest report of each worker.
             sender: the process that sent the records.
-            told_s: when it sent them, by its own clock, in seconds.
+            sent_s: when it sent them, by its own clock, in seconds.
         """
         now = self._clock()
         # Reinserted, so that the dict is in the order of the newest messages.
         delays = self._delays.pop(sender, None) or deque(maxlen=_NUM_DELAYS)
-        delays.append(now - told_s)
+        delays.append(now - sent_s)
         self._delays[sender] = delays
         if len(self._delays) > _NUM_SENDERS:
             del self._delays[next(iter(self._delays))]

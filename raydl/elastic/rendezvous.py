@@ -111,7 +111,7 @@ class Rendezvous:
         self._names: set[str] = set()
         self._entered: dict[str, int] = {}
         """By member, the generation of its invitation."""
-        self._heard_at: dict[str, float] = {}
+        self._heartbeat_at: dict[str, float] = {}
         self._waiting: dict[str, _WaitingWorker] = {}
         self._invitations: dict[str, Invitation] = {}
         self._changes: list[Membership] = []
@@ -120,7 +120,7 @@ class Rendezvous:
         """Age of the server's copy of the center."""
         self._over_since: float | None = None
         self._num_left = 0
-        self._quiet_since = clock()
+        self._unused_since = clock()
 
     # calls of workers
 
@@ -132,7 +132,7 @@ class Rendezvous:
             number += 1
             worker_id = f"{preferred_id}-{number}" if preferred_id else f"w{number}"
         self._names.add(worker_id)
-        self._quiet_since = self._clock()  # it is about to poll
+        self._unused_since = self._clock()  # it is about to poll
         return worker_id
 
     def poll_invitation(self, worker_id: str, *, generation: int, age: Age) -> Invitation | None:
@@ -150,7 +150,7 @@ class Rendezvous:
             AttachError: if it has waited for too long.
         """
         now = self._clock()
-        self._heard_at[worker_id] = now
+        self._heartbeat_at[worker_id] = now
         self._drop_silent(now)
         if self._invitation_for(worker_id, generation) is None and worker_id not in self._waiting:
             self._waiting[worker_id] = _WaitingWorker(generation, age, now)
@@ -176,7 +176,7 @@ class Rendezvous:
         """
         now = self._clock()
         if self._entered.get(worker_id) == generation:
-            self._heard_at[worker_id] = now
+            self._heartbeat_at[worker_id] = now
         self._drop_silent(now)
         if self._entered.get(worker_id) != generation:
             return Signal.OVER
@@ -202,7 +202,7 @@ class Rendezvous:
         """Remove a worker that leaves for good."""
         now = self._clock()
         self._waiting.pop(worker_id, None)
-        self._heard_at.pop(worker_id, None)
+        self._heartbeat_at.pop(worker_id, None)
         if self._entered.get(worker_id) == generation:
             self._num_left += 1
             self._remove(worker_id, now)
@@ -230,11 +230,11 @@ class Rendezvous:
         changes, self._changes = self._changes, []
         return changes
 
-    def quiet_s(self) -> float:
+    def unused_s(self) -> float:
         """Return the seconds without any member, or waiting or new worker."""
         now = self._clock()
         self._drop_silent(now)
-        return now - self._quiet_since
+        return now - self._unused_since
 
     # decisions
 
@@ -251,13 +251,13 @@ class Rendezvous:
 
     def _drop_silent(self, now: float) -> None:
         """Remove the workers whose lease has expired."""
-        for worker_id in [w for w, at in self._heard_at.items() if now - at >= self._lease_s]:
-            del self._heard_at[worker_id]
+        for worker_id in [w for w, at in self._heartbeat_at.items() if now - at >= self._lease_s]:
+            del self._heartbeat_at[worker_id]
             self._waiting.pop(worker_id, None)
             if worker_id in self._entered:
                 self._remove(worker_id, now)
         if self._entered or self._waiting:
-            self._quiet_since = now
+            self._unused_since = now
 
     def _remove(self, worker_id: str, now: float) -> None:
         """Remove a member."""
@@ -510,12 +510,12 @@ class RendezvousServer(CenterEndpoint):
         """Return the current center, or None if the workers hold it."""
         return None if self._center_server is None else self._center_server.snapshot()
 
-    def quiet_s(self) -> float:
+    def unused_s(self) -> float:
         """Return the seconds without any member, or waiting or new worker."""
         with self._lock:
-            quiet_s = self._rendezvous.quiet_s()
+            unused_s = self._rendezvous.unused_s()
             self._apply_changes()
-            return quiet_s
+            return unused_s
 
     def _apply_changes(self) -> None:
         """Apply new memberships to the center of a method with messages."""

@@ -209,7 +209,7 @@ class RendezvousClient:
                 server.put(generation, own())
                 server.leave_rendezvous(self.worker_id, generation, False)
 
-    def fall_silent(self) -> None:
+    def stop_heartbeats(self) -> None:
         """Send no more heartbeats: within a lease this worker counts as lost."""
         self._ended.set()
 

@@ -69,7 +69,7 @@ class WorkerEntry:
     """When it last made progress, or waited for others."""
     busy_at: float = 0.0
     """When its process was last seen to use CPU time."""
-    heard_at: float = 0.0
+    reported_at: float = 0.0
     """When its last report arrived."""
     in_loop: bool = False
     generation: int = 0
@@ -220,7 +220,7 @@ class WorkerRegistry:
         if copy is not None or has_bad_copy:
             entry.copy = copy
 
-    def freshest_copy(self, *, since: int) -> Copy | None:
+    def newest_copy(self, *, since: int) -> Copy | None:
         """Return the furthest copy of the center from round ``since`` on, or None if there is none.
 
         Of two copies of a round, the newer generation's is preferred; of equal copies, that of a
@@ -289,11 +289,11 @@ class WorkerRegistry:
         if entry is None:
             return
         before, entry.report = entry.report, report
-        now = entry.heard_at = self._clock()
+        now = entry.reported_at = self._clock()
         if before is None or report.waiting_s > 0 or _place(report) != _place(before):
             entry.moved_at = now
         if before is not None:
-            used_s, span_s = report.cpu_s - before.cpu_s, report.told_s - before.told_s
+            used_s, span_s = report.cpu_s - before.cpu_s, report.sent_s - before.sent_s
             if has_computed(used_s, span_s):
                 entry.busy_at = now
 
@@ -307,7 +307,7 @@ class WorkerRegistry:
         now = self._clock()
         stuck = []
         for entry in self._entries.values():
-            is_heard = now - entry.heard_at <= _SILENT_S  # otherwise its lease decides
+            is_heard = now - entry.reported_at <= _SILENT_S  # otherwise its lease decides
             step_s = now - entry.moved_at
             idle_s = min(step_s, now - entry.busy_at)
             is_stuck = idle_s > self._longest_step_s(entry) or step_s > self._max_busy_s
@@ -335,7 +335,7 @@ class WorkerRegistry:
         waits = dict.fromkeys(worker_ids, 0.0)
         for worker_id in worker_ids:
             entry = self._entries[worker_id]
-            is_silent = self._clock() - entry.heard_at > _SILENT_S
+            is_silent = self._clock() - entry.reported_at > _SILENT_S
             if entry.report and entry.report.generation == generation and not is_silent:
                 waits[worker_id] = entry.report.waiting_s
         return waits

@@ -21,7 +21,7 @@ from raydl.metrics.tensorboard import TensorBoardWriter
 from raydl.metrics.thinning import StackHistory, Thinned
 from raydl.metrics.time_parts import TIME_PARTS, TimeParts, communication_share, mean_parts
 from raydl.metrics.worker_curves import WorkerCurves, spread_of
-from raydl.metrics.writer import Forgiving, MetricsWriter, Tee
+from raydl.metrics.writer import MetricsWriter, RetryingWriter, Tee
 
 __all__ = [
     "COMPARED",
@@ -29,10 +29,10 @@ __all__ = [
     "TAGS",
     "TIME_PARTS",
     "BackgroundWriter",
-    "Forgiving",
     "MembershipTable",
     "MetricsWriter",
     "RecentSpeed",
+    "RetryingWriter",
     "StackHistory",
     "Tag",
     "Tee",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from raydl.metrics.writer import MetricsWriter
-from raydl.storage import GIVE_UP_S, TELL_S, give_up
+from raydl.storage import GIVE_UP_S, LOG_AFTER_S, give_up
 
 MAX_WAITING = 20_000
 """Most queued calls; further ones are dropped and counted."""
@@ -101,13 +101,13 @@ class BackgroundWriter:
         while self._messages:
             self._log(self._messages.popleft())
         silent_s = self.silent_s
-        if self._reported_since is None and silent_s >= TELL_S:
+        if self._reported_since is None and silent_s >= LOG_AFTER_S:
             self._reported_since = self._clock() - silent_s
             self._log(
                 f"{self._name} have not been written for {silent_s:.0f} s: {self._place} does not "
                 f"answer; training continues, and at most {MAX_WAITING:,} points are queued"
             )
-        elif self._reported_since is not None and silent_s < TELL_S:
+        elif self._reported_since is not None and silent_s < LOG_AFTER_S:
             for_s, self._reported_since = self._clock() - self._reported_since, None
             dropped = f"; {self._num_dropped:,} points were dropped" if self._num_dropped else ""
             self._num_dropped = 0

@@ -82,7 +82,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """Color and dashes of a line."""
 
     color: str
@@ -96,10 +96,10 @@ class Look:
         return _with_variables(self.color)
 
 
-def numbered(number: int) -> Look:
-    """Return the look of the line with a number, from 0; after 8 lines, colors repeat, dashed."""
+def numbered(number: int) -> LineStyle:
+    """Return the style of the line with a number, from 0; after 8 lines, colors repeat, dashed."""
     dashes = (0, (5, 2.5)) if number >= len(_COLORS) else "-"
-    return Look(_COLORS[number % len(_COLORS)], dashes)
+    return LineStyle(_COLORS[number % len(_COLORS)], dashes)
 
 
 def family(method: str) -> str:
@@ -109,7 +109,7 @@ def family(method: str) -> str:
     return method
 
 
-def looks_of_methods(strategies: Mapping[str, str]) -> dict[str, Look]:
+def styles_of_methods(strategies: Mapping[str, str]) -> dict[str, LineStyle]:
     """Return the looks of methods: one color per family, one dash pattern per strategy.
 
     Args:
@@ -117,7 +117,7 @@ def looks_of_methods(strategies: Mapping[str, str]) -> dict[str, Look]:
     """
     own = dict.fromkeys(f for f in map(family, strategies) if f not in _FAMILIES)
     colors = {f: _OWN_FAMILIES[i % len(_OWN_FAMILIES)] for i, f in enumerate(own)} | _FAMILIES
-    return {m: Look(colors[family(m)], _STRATEGIES[s]) for m, s in strategies.items()}
+    return {m: LineStyle(colors[family(m)], _STRATEGIES[s]) for m, s in strategies.items()}
 
 
 def short(value: float) -> str:
@@ -157,7 +157,7 @@ class Line:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    look: Look
+    style: LineStyle
     is_step: bool = False
     """Whether each value holds until the next point."""
     is_faint: bool = False
@@ -424,7 +424,7 @@ def _thinned_line(line: Line, unit: float) -> Line:
 def _draw_line(axes: Any, line: Line, *, width: float) -> None:
     shows_points = len(line.xs) <= _FEW and not line.marks and not line.is_faint
     axes.plot(
-        line.xs, line.ys, color=line.look.color, linestyle=line.look.dashes, clip_on=False,
+        line.xs, line.ys, color=line.style.color, linestyle=line.style.dashes, clip_on=False,
         linewidth=0.6 if line.is_faint else width, alpha=0.3 if line.is_faint else 1.0,
         drawstyle="steps-post" if line.is_step else "default", solid_capstyle="butt",
         marker="o" if shows_points else "", markersize=4,
@@ -433,7 +433,7 @@ def _draw_line(axes: Any, line: Line, *, width: float) -> None:
     if line.marks:
         axes.plot(
             [mark.x for mark in line.marks], [mark.y for mark in line.marks], "o", markersize=6,
-            color=line.look.color, markerfacecolor=PALETTE["paper"], clip_on=False,
+            color=line.style.color, markerfacecolor=PALETTE["paper"], clip_on=False,
         )  # fmt: skip
 
 
@@ -444,7 +444,7 @@ def _dots(axes: Any, line: Line, text: Callable[[float], str], *, is_named: bool
     if is_named:
         marks = [replace(mark, sentence=f"{line.name}: {mark.sentence}") for mark in marks]
     kind: Any = "mark" if line.marks else "dot few" if len(line.xs) <= _FEW else "dot"
-    return _Dots(axes, kind, line.look.color, marks)
+    return _Dots(axes, kind, line.style.color, marks)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Mapping[str, float]], *, height: float) -> None:

@@ -36,7 +36,7 @@ _MAX_PARAM_CHARS, _MAX_PARAMS = 500, 100
 
 
 class Tracker(Protocol):
-    """What a tracker does with the points of a run; all calls may fail."""
+    """The calls to a tracker during a run; all of them may fail."""
 
     def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
         """Write one point for each tag."""

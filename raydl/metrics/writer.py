@@ -95,7 +95,7 @@ class Tee:
             writer.close()
 
 
-class Forgiving:
+class RetryingWriter:
     """Passes all calls to a writer, and replaces a writer that fails while training continues.
 
     Points between the failure and the new writer are lost.

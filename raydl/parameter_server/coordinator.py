@@ -401,7 +401,7 @@ class Coordinator:
         outcome, claims = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
-            if outcome is not Outcome.LEFT:  # which says nothing about the run
+            if outcome is not Outcome.LEFT:  # a single worker may leave
                 self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
             self._snapshots.complete_checkpoint(self._members)
             self._changed.notify_all()

@@ -71,7 +71,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The coordinator's answer to a completion: what the worker does next."""
+    """The coordinator's answer to a completion: the next work of the worker."""
 
     outcome: Outcome
     claims: list[Claim]

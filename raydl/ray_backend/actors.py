@@ -103,7 +103,7 @@ class CenterActor(CenterEndpoint):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shelf = SnapshotCache()
+        self._snapshots = SnapshotCache()
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
         self._noted: dict[int, str] = {}
@@ -129,8 +129,8 @@ class CenterActor(CenterEndpoint):
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
         # Nothing of an earlier start stays: its later rounds would displace those of this one.
-        self._shelf = SnapshotCache()
-        self._shelf.put(snapshot)
+        self._snapshots = SnapshotCache()
+        self._snapshots.put(snapshot)
         self._others = others
         self._center_server = (
             None if job.method.is_sync else CenterServer(job, snapshot, node=node_here())
@@ -149,39 +149,39 @@ class CenterActor(CenterEndpoint):
 
     def begin(self, generation: int, round: int) -> Snapshot | None:
         """Begin a generation of a synchronous method; return its first snapshot, if it is here."""
-        return self._shelf.begin(generation, round)
+        return self._snapshots.begin(generation, round)
 
     def put(self, snapshot: Snapshot) -> None:
         """Store a worker's snapshot, unless it is late."""
-        self._shelf.put(snapshot)
+        self._snapshots.put(snapshot)
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Store the copy that the next generation continues from."""
-        self._shelf.adopt(snapshot)
+        self._snapshots.adopt(snapshot)
 
     def poll(self) -> Published:
         """Take the snapshots that are due; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._center_server is None:
             return Published(
-                self._shelf.rounds(),
+                self._snapshots.rounds(),
                 faults=faults,
-                num_changes=self._shelf.num_changes(),
+                num_changes=self._snapshots.num_changes(),
                 process=self._process,
-                generation=self._shelf.generation,
-                newest_generation=self._shelf.newest().progress.generation,
-                refused={"snapshots": self._shelf.num_refused},
+                generation=self._snapshots.generation,
+                newest_generation=self._snapshots.newest().progress.generation,
+                refused={"snapshots": self._snapshots.num_refused},
             )
         coordinator = self._center_server.coordinator
         for due in coordinator.pop_due():
             # Not ``put``: the center's own snapshot is never late, even if a worker joins.
-            self._shelf.adopt(self._center_server.snapshot(self._states_of_others, due))
+            self._snapshots.adopt(self._center_server.snapshot(self._states_of_others, due))
         return Published(
-            self._shelf.rounds(),
+            self._snapshots.rounds(),
             coordinator.pop_records(),
             faults,
             coordinator.is_complete(),
-            told_s=time.monotonic(),
+            sent_s=time.monotonic(),
             process=self._process,
             refused={"messages": self._center_server.num_refused},
         )
@@ -214,18 +214,18 @@ class CenterActor(CenterEndpoint):
 
     def get(self, round: int) -> Snapshot | None:
         """Return the snapshot of a round."""
-        return self._shelf.get(round)
+        return self._snapshots.get(round)
 
     def get_to_write(self, round: int) -> Snapshot | None:
         """Return the snapshot of a round with its optimizer as arrays, for Ray's shared memory."""
-        snapshot = self._shelf.get(round)
+        snapshot = self._snapshots.get(round)
         if snapshot is None:
             return None
         return dataclasses.replace(snapshot, optimizer=as_arrays(snapshot.optimizer))
 
     def newest(self) -> Snapshot:
         """Return the newest snapshot."""
-        return self._shelf.newest()
+        return self._snapshots.newest()
 
     # the home shard
 
@@ -312,7 +312,8 @@ class ShardActor:
 class WorkerActor:
     """Hosts one ``Worker``: one thread runs its loop, another answers calls.
 
-    A third thread writes the states that the worker holds for checkpoints during the training.
+    A third thread writes the states that the worker holds for checkpoints, and reads a state that
+    was handed over, during the training.
     """
 
     @ray.method(concurrency_group="control")

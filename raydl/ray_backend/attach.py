@@ -41,7 +41,7 @@ from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.parameter_server.ray_transport import RayCenterClient
-from raydl.ray_backend.cluster import START_S, end_when_quiet, node_here, send_by_value
+from raydl.ray_backend.cluster import START_S, end_when_unused, node_here, send_by_value
 from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 _ANSWER_S = 60.0
@@ -283,7 +283,7 @@ class RendezvousActor(RendezvousServer):
         torch.set_num_threads(1)
         super().__init__(name, job, terms, node=node_here())
         self._run_id = uuid.uuid4().hex[:8]
-        end_when_quiet(self.quiet_s)
+        end_when_unused(self.unused_s)
 
     def run_id(self) -> str:
         """Return the id of the run, a prefix of its keys."""

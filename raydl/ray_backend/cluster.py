@@ -185,16 +185,16 @@ def has_ended(actor_id: str, pid: int) -> bool:
     return False
 
 
-def end_when_quiet(quiet_s: Callable[[], float]) -> None:
+def end_when_unused(unused_s: Callable[[], float]) -> None:
     """Let this actor end itself once it has been without members for a minute.
 
     Args:
-        quiet_s: returns the seconds without members.
+        unused_s: returns the seconds without members.
     """
     actor = ray.get_runtime_context().current_actor
 
     def watch() -> None:
-        while (seconds := quiet_s()) < _LINGER_S:
+        while (seconds := unused_s()) < _LINGER_S:
             time.sleep(min(1.0, _LINGER_S - seconds))
         ray.kill(actor)
 

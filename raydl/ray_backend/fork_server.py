@@ -164,7 +164,7 @@ def _fork_or_none(words: Sequence[str]) -> _Fork | None:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         if os.getppid() != raylet:
-            return None  # the raylet has ended: nobody needs this worker process
+            return None  # the raylet has ended, and needs no worker process
         listener = _listen(address)
         if listener is not None:
             if _is_grandchild():
@@ -195,7 +195,7 @@ def _serve(listener: socket.socket, raylet: int) -> _Fork:
 
 
 def _is_grandchild() -> bool:
-    """Fork twice, so that nobody has to wait for the second one; return whether this is it.
+    """Fork twice, so that no process has to wait for the second one; return whether this is it.
 
     Raises:
         OSError: this machine permits no further process.
@@ -279,7 +279,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class _Fork:
-    """What a fork takes over from its client."""
+    """The descriptors and values that a fork takes over from its client."""
 
     words: list[str]
     folder: str
@@ -341,7 +341,7 @@ class _Server:
         os.setpgid(0, 0)  # it receives no signal that a terminal sends to the raylet's group
         _silence()
         self._close_others()
-        if self._raylet in self._ready(0.0):  # the imports would be for nobody
+        if self._raylet in self._ready(0.0):  # the imports would be in vain
             os._exit(0)
         self._prepare()
         while True:

@@ -47,7 +47,7 @@ class _Observations:
     """The observations of one silent process."""
 
     requested_at: float = -1e9
-    heard_at: float = -1e9
+    reported_at: float = -1e9
     samples: deque[Times | None] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
 
 
@@ -75,12 +75,12 @@ class Liveness:
         observed = self._observed.get(who)
         if observed is not None:
             observed.samples.append(times)
-            observed.heard_at = now
+            observed.reported_at = now
 
     def is_busy(self, who: str, now: float) -> bool:
         """Whether a process has used CPU time in its newest four samples; False if they are old."""
         observed = self._observed.get(who)
-        if observed is None or len(observed.samples) < 2 or now - observed.heard_at > _STALE_S:
+        if observed is None or len(observed.samples) < 2 or now - observed.reported_at > _STALE_S:
             return False
         before, newest = observed.samples[0], observed.samples[-1]
         if before is None or newest is None:
@@ -92,7 +92,7 @@ class Liveness:
         observed = self._observed.get(who)
         if observed is None or observed.requested_at < 0:
             return ""
-        if now - observed.heard_at > _STALE_S:
+        if now - observed.reported_at > _STALE_S:
             return "; its node does not answer either"
         newest = observed.samples[-1]
         if newest is None or newest.state == "Z":

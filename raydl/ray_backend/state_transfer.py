@@ -43,13 +43,13 @@ class RayState:
     worker_id: str
     round: int
     """The round of the state."""
-    blind: set[str]
+    without_storage: set[str]
     """Workers that do not see the storage; ``RayStateWrite`` adds to it."""
 
     def begin_write(self, storage: Storage, name: str, token: str) -> RayStateWrite:
         """Begin the write, by the worker itself if it may see the storage."""
         ref, address = None, storage.address
-        if address is not None and self.worker_id not in self.blind:
+        if address is not None and self.worker_id not in self.without_storage:
             ref = self.worker.write_held.remote(self.round, address, name, token)
         return RayStateWrite(self, storage, name, ref)
 
@@ -88,15 +88,15 @@ class RayStateWrite:
         """Wait while the worker makes progress; return None if it cannot write, or not now."""
         if self.ref is None:
             return None
-        worker, num_before, heard_at = self.state.worker, -1, time.monotonic()
+        worker, num_before, received_at = self.state.worker, -1, time.monotonic()
         what = f"to write {self.name}, by {self.state.worker_id} itself"
         with self.storage.waiting(what) as note_answer:
             while not ray.wait([self.ref], timeout=_CHECK_EVERY_S)[0]:
                 num_bytes = ray.get(worker.num_written.remote(), timeout=ANSWER_S)
                 if num_bytes != num_before:
-                    num_before, heard_at = num_bytes, time.monotonic()
+                    num_before, received_at = num_bytes, time.monotonic()
                     note_answer()
-                elif time.monotonic() - heard_at > SILENCE_S:
+                elif time.monotonic() - received_at > SILENCE_S:
                     worker.stop_writing.remote()
                     return None
             try:
@@ -106,7 +106,7 @@ class RayStateWrite:
                     return None
                 raise
         if written is None:
-            self.state.blind.add(self.state.worker_id)
+            self.state.without_storage.add(self.state.worker_id)
         return written
 
     def _pieces(self) -> Iterator[np.ndarray]:

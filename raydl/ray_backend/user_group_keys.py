@@ -15,7 +15,7 @@ import ray
 from raydl.collective.failure_diagnosis import AGAIN
 from raydl.collective.key_store import StoreServer
 from raydl.errors import ConfigError, ExchangeError, RaydlError
-from raydl.ray_backend.cluster import end_when_quiet, has_ended
+from raydl.ray_backend.cluster import end_when_unused, has_ended
 
 Process = tuple[str, int]
 """(Actor id, process id): Ray may restart an actor in another process."""
@@ -81,7 +81,7 @@ class GroupKeys(StoreServer):
         self.set_key(group, generation, process_key(rank), f"{actor_id} {pid}".encode())
         return None
 
-    def quiet_s(self) -> float:
+    def unused_s(self) -> float:
         """Return for how many seconds the processes of all members have been ended."""
         now = self._clock()
         processes = [p for newest in [*self._newest.values()] for p in [*newest.processes.values()]]
@@ -96,7 +96,7 @@ class GroupKeysActor(GroupKeys):
 
     def __init__(self) -> None:
         super().__init__()
-        end_when_quiet(self.quiet_s)
+        end_when_unused(self.unused_s)
 
     # In its own threads; further waiters queue. ``set_key``, which they wait for, runs elsewhere.
     @ray.method(concurrency_group="rendezvous")

@@ -179,7 +179,7 @@ class RayWorkerGroup:
         self._events: list[Event] = []
         self._from_threads: deque[Callable[[], list[Event]]] = deque()
         """Handlers of results from other threads; ``poll`` calls them."""
-        self._blind: set[str] = set()
+        self._without_storage: set[str] = set()
         self._handovers = Handovers(storage, self._run_id)
         self._handovers.clear()
         self._evaluator: ActorHandle | None = None
@@ -663,7 +663,7 @@ class RayWorkerGroup:
             return [GaveUp(task, _in_words(result))] if worker_id in self._workers else []
 
         def handle(_: int) -> list[Event]:
-            state = RayState(worker, worker_id, LAST, self._blind)
+            state = RayState(worker, worker_id, LAST, self._without_storage)
             self._handovers.keep(state, lambda r: self._from_threads.append(lambda: after(r)))
             return []
 
@@ -753,7 +753,7 @@ class RayWorkerGroup:
 
     def _on_held(self, worker_id: str, round: int, _: int) -> list[Event]:
         worker = self._workers[worker_id]
-        self._collected[worker_id] = RayState(worker, worker_id, round, self._blind)
+        self._collected[worker_id] = RayState(worker, worker_id, round, self._without_storage)
         return self._events_if_complete()
 
     def _events_if_complete(self) -> list[Event]:

@@ -32,7 +32,7 @@ from raydl.worker.in_process import LocalCenterClient, LocalGroup
 from raydl.worker.loop import Worker
 
 _IDLE_S = 0.002
-"""So long a poll waits where the worker does not train."""
+"""Wait of a poll while the worker does not train, in seconds."""
 
 
 class LocalWorkerGroup:
@@ -117,7 +117,7 @@ class LocalWorkerGroup:
                 self._snapshots.rounds(),
                 records,
                 num_changes=self._snapshots.num_changes(),
-                told_s=time.monotonic(),
+                sent_s=time.monotonic(),
             )
         )
         events, self._events = self._events, []

@@ -77,7 +77,7 @@ _NO_TOTALS = Totals()
 
 
 class RunRecorder:
-    """The recorder of a real run; see ``raydl.elastic.Recorder``.
+    """The recorder of a real run; see ``raydl.elastic.run_state.Recorder``.
 
     Args:
         config: the settings.
@@ -95,7 +95,7 @@ class RunRecorder:
         after_checkpoint: called after each checkpoint and at the end, to copy the curves; its
             ``OSError`` is logged, and the run goes on.
         storage: the run's folder; None for one that always answers.
-        refuge: see ``raydl.checkpoint.writer.CheckpointWriter``.
+        fallback_dir: see ``raydl.checkpoint.writer.CheckpointWriter``.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RunRecorder:
         order: str = "",
         after_checkpoint: Callable[[], None],
         storage: Storage | None = None,
-        refuge: Path | None = None,
+        fallback_dir: Path | None = None,
     ) -> None:
         self._storage = storage
         self.last: Record | None = None
@@ -164,7 +164,7 @@ class RunRecorder:
             order=order,
             after=self._wrote_checkpoint,
             unanswered=storage.unanswered if storage else lambda thread: (0.0, ""),
-            refuge=refuge,
+            fallback_dir=fallback_dir,
         )
         """Writer of the checkpoints."""
 

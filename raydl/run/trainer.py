@@ -56,8 +56,8 @@ from raydl.errors import STOP_COMMAND, ConfigError, DataError
 from raydl.faults import FaultPlan
 from raydl.metrics import (
     BackgroundWriter,
-    Forgiving,
     MetricsWriter,
+    RetryingWriter,
     Tee,
     TensorBoardWriter,
     Thinned,
@@ -199,7 +199,7 @@ def _make_writer(
     def in_background(
         make: Callable[[bool], MetricsWriter], name: str, place: str
     ) -> MetricsWriter:
-        curves = BackgroundWriter(lambda r: Forgiving(make, name, r), name, log, place=place)
+        curves = BackgroundWriter(lambda r: RetryingWriter(make, name, r), name, log, place=place)
         return Thinned(curves, seconds_before=seconds_before)
 
     writers = [in_background(make_events, f"the curves in {folder.path}", "their disk")]
@@ -211,7 +211,7 @@ def _make_writer(
         from raydl.ray_backend.ray_metrics import RayMetrics  # imports Ray
 
         gauges = RayMetrics(folder.path.name, first_sample=purge_after or 0)
-        writers.append(Forgiving(lambda _: gauges, "Ray's metrics", log))
+        writers.append(RetryingWriter(lambda _: gauges, "Ray's metrics", log))
     return Tee(*writers)
 
 
@@ -456,7 +456,7 @@ class Trainer:
             order=job.order.name,
             after_checkpoint=folder.publish_events,
             storage=folder.storage,
-            refuge=folder.path if folder.is_remote else None,
+            fallback_dir=folder.path if folder.is_remote else None,
         )
         view.follow_recorder(recorder, log)
         try:

@@ -213,7 +213,7 @@ class SimulatedWorkerGroup:
         if self._later:
             until = min(until, max(self.now, self._later[0][0]))
         self.advance(until)
-        published = Published((self._round,), told_s=self.now, process="center")
+        published = Published((self._round,), sent_s=self.now, process="center")
         events = [*self._events, published]
         self._events.clear()
         return events
@@ -344,7 +344,7 @@ class SimulatedWorkerGroup:
 
         self._after(self.fleet.start_s * slower, be_ready)
 
-    # what the controller calls
+    # the calls of the controller
 
     def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Start a worker as soon as a place is free."""

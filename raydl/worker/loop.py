@@ -327,7 +327,7 @@ class Worker:
             choice=runner.choice(),
             left_out=self._feed.left_out,
             is_starting=self._feed.is_starting,
-            told_s=time.monotonic(),
+            sent_s=time.monotonic(),
             cpu_s=time.process_time(),
         )
 

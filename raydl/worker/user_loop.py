@@ -270,7 +270,7 @@ class Attached(Optimizer):
         those of a large frozen model need not be there twice."""
         self._num_failed = self._num_skipped = 0
         # For a loop that does not call detach().
-        weakref.finalize(self, rendezvous.fall_silent).atexit = False
+        weakref.finalize(self, rendezvous.stop_heartbeats).atexit = False
 
     # for the user's loop
 

@@ -93,15 +93,15 @@ def test_the_outcome_of_a_generation_when_all_members_have_ended(ends, outcome):
 
 def test_the_freshest_end_is_that_of_the_furthest_present_member():
     run = generation_of()
-    assert run.freshest() is None
+    assert run.newest_end() is None
     end(run, "w0", Outcome.BROKEN, 19)
     end(run, "w1", Outcome.BROKEN, 20)
     end(run, "w2", Outcome.BROKEN, 20)
-    assert run.freshest().round == 20
+    assert run.newest_end().round == 20
     run.lose("w1")
-    assert run.freshest().worker_id == "w2"
+    assert run.newest_end().worker_id == "w2"
     run.lose("w2")
-    assert run.freshest().worker_id == "w0"
+    assert run.newest_end().worker_id == "w0"
 
 
 def test_how_a_lost_member_ended_decides_nothing():

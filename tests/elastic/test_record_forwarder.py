@@ -31,9 +31,9 @@ class Driver:
         self.now, self.heard = 0.0, Heard()
         self.curves = RecordForwarder(self.heard, lambda: self.now)
 
-    def hear(self, now, told_s, *records, sender="w0"):
+    def hear(self, now, sent_s, *records, sender="w0"):
         self.now = now
-        self.curves.add_records(records, {}, sender=sender, told_s=told_s)
+        self.curves.add_records(records, {}, sender=sender, sent_s=sent_s)
 
     @property
     def moments(self):

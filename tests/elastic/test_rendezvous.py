@@ -257,12 +257,12 @@ def test_ids_are_never_used_again():
     assert len({*names, "w0", "w1"}) == 7
 
 
-def test_the_rendezvous_is_not_quiet_while_a_new_worker_is_about_to_poll():
+def test_the_rendezvous_is_not_unused_while_a_new_worker_is_about_to_poll():
     gathering = Gathering((1, 1))
     gathering.now = 59.0
-    assert gathering.rendezvous.quiet_s() == 59
+    assert gathering.rendezvous.unused_s() == 59
     gathering.rendezvous.new_worker_id()
-    assert gathering.rendezvous.quiet_s() == 0
+    assert gathering.rendezvous.unused_s() == 0
 
 
 # by messages
@@ -546,7 +546,7 @@ def test_the_center_of_a_last_worker_whose_lease_expired_is_there_for_the_next_o
     steps(last, model, 5)
     heartbeat, threads.server.heartbeat = threads.server.heartbeat, lambda *of: Signal.GO_ON
     time.sleep(0.5)
-    threads.server.quiet_s()
+    threads.server.unused_s()
     assert not threads.server._rendezvous._entered
     threads.server.heartbeat = heartbeat
     center = last.center_state_dict()

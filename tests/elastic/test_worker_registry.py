@@ -313,19 +313,19 @@ def test_a_worker_that_makes_progress_or_waits_is_not_stuck(news):
 
 def test_a_worker_that_computes_is_not_stuck_until_its_longest_time_is_over():
     floor = Floor("w0")
-    floor.report("w0", local_step=5, cpu_s=1.0, told_s=0.0)
+    floor.report("w0", local_step=5, cpu_s=1.0, sent_s=0.0)
     for second in range(1, 602):
         floor.now += 1.0
-        floor.report("w0", local_step=5, cpu_s=1.0 + 0.1 * second, told_s=float(second))
+        floor.report("w0", local_step=5, cpu_s=1.0 + 0.1 * second, sent_s=float(second))
         assert floor.force.stuck() == ([("w0", 601.0)] if second > 600 else [])
 
 
 def test_threads_that_only_wait_are_no_computing():
     floor = Floor("w0")
-    floor.report("w0", local_step=5, cpu_s=1.0, told_s=0.0)
+    floor.report("w0", local_step=5, cpu_s=1.0, sent_s=0.0)
     for second in range(1, 12):
         floor.now += 1.0
-        floor.report("w0", local_step=5, cpu_s=1.0 + 0.02 * second, told_s=float(second))
+        floor.report("w0", local_step=5, cpu_s=1.0 + 0.02 * second, sent_s=float(second))
     assert floor.force.stuck() == [("w0", 11.0)]
 
 

@@ -105,7 +105,7 @@ class SimWorker:
     is_dead: bool = False
     frozen_until: float = -1.0
     slow_until: float = -1.0
-    heard_at: float = 0.0
+    reported_at: float = 0.0
     generation: int = 0
     """Generation of its loop; 0: the worker is in no loop."""
     round: int = 0
@@ -150,7 +150,7 @@ class SimulatedGroup:
             if self.is_wild and self.random.random() < 0.15:
                 self._kill(worker_id)
             else:
-                worker.is_up, worker.heard_at = True, self.now
+                worker.is_up, worker.reported_at = True, self.now
                 self.events.append(WorkerReady(worker_id, "node"))
 
         self._after((2, 12), come_up)
@@ -363,11 +363,11 @@ class SimulatedGroup:
             if not worker.is_up or worker.is_dead:
                 continue
             if worker.frozen_until > self.now:
-                if self.now - worker.heard_at > LEASE_S:
+                if self.now - worker.reported_at > LEASE_S:
                     del self.workers[worker_id]
                     self.events.append(Lost(worker_id, "it did not answer"))
                 continue
-            worker.heard_at = self.now
+            worker.reported_at = self.now
             self.events.append(Reported(self._report(worker_id, worker)))
         if self.is_center_up:
             self.events.append(self._published())

@@ -20,9 +20,9 @@ from raydl.metrics.charts import (
     family,
     lines_in_file,
     lines_in_page,
-    looks_of_methods,
     numbered,
     short,
+    styles_of_methods,
     thinned,
 )
 
@@ -205,7 +205,7 @@ def test_methods_of_one_family_share_a_colour_and_those_of_a_strategy_their_dash
     assert family("hogwild-measgd") == family("sync-measgd") == "measgd"
     assert family("original-easgd") == "easgd"
     assert family("eamsgd") == "eamsgd"
-    looks = looks_of_methods(
+    looks = styles_of_methods(
         {"sync-easgd": "sync", "async-easgd": "async", "async-sgd": "async", "my:Rule": "sync"}
     )
     assert looks["sync-easgd"].color == looks["async-easgd"].color

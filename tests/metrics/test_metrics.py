@@ -17,8 +17,8 @@ from raydl.metrics import (
     STACK,
     TAGS,
     TIME_PARTS,
-    Forgiving,
     MembershipTable,
+    RetryingWriter,
     StackHistory,
     Tee,
     TensorBoardWriter,
@@ -188,8 +188,8 @@ def test_a_writer_that_fails_is_reported_once_and_replaced_while_the_others_cont
             raise OSError(28, "No space left on device")
         return made[-1]
 
-    curves = Forgiving(make, "the curves", told.append, clock=lambda: now[0])
-    both = Tee(curves, Forgiving(lambda _: other, "Ray", told.append))
+    curves = RetryingWriter(make, "the curves", told.append, clock=lambda: now[0])
+    both = Tee(curves, RetryingWriter(lambda _: other, "Ray", told.append))
     for number in range(1, 9):
         now[0] = 5.0 * number  # fails at 10 s, and when it is made again at 20 s
         both.scalars({"train/lr": 0.1}, num_samples=number)
@@ -214,7 +214,7 @@ def test_a_rollback_while_curves_cannot_be_written_hides_the_later_points():
         made.append(Marked(room=1 if is_first else 9))
         return made[-1]
 
-    curves = Forgiving(make, "the curves", lambda sentence: None, clock=lambda: now[0])
+    curves = RetryingWriter(make, "the curves", lambda sentence: None, clock=lambda: now[0])
     for num_samples in (30, 40):  # the second fails
         curves.scalars({"train/lr": 0.1}, num_samples=num_samples)
     curves.go_back(num_samples=20)
@@ -226,7 +226,7 @@ def test_a_rollback_while_curves_cannot_be_written_hides_the_later_points():
 
 def test_a_writer_that_fails_repeatedly_is_retried_less_often():
     told, now = [], [0.0]
-    curves = Forgiving(lambda _: Disk(room=0), "the curves", told.append, clock=lambda: now[0])
+    curves = RetryingWriter(lambda _: Disk(room=0), "the curves", told.append, clock=lambda: now[0])
     for now[0] in range(2000):
         curves.scalars({"train/lr": 0.1}, num_samples=1)
     assert len(told) < 20
@@ -235,7 +235,7 @@ def test_a_writer_that_fails_repeatedly_is_retried_less_often():
 def test_the_curves_continue_after_a_full_disk(small_disk):
     """As TensorBoard reads them: the points of before stay, those of after are there."""
     folder, told, now = small_disk / "run", [], [0.0]
-    curves = Forgiving(
+    curves = RetryingWriter(
         lambda is_first: TensorBoardWriter(str(folder), goes_on=not is_first),
         "the curves",
         told.append,

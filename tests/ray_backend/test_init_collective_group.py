@@ -169,16 +169,16 @@ def test_groups_of_other_names_have_generations_and_keys_of_their_own(keys):
     assert "process/0" not in keys.wait_for_keys("third", 0, [], 0.0)
 
 
-def test_it_is_quiet_since_the_last_member_of_the_newest_generation_was_seen(keys, clock):
+def test_it_is_unused_since_the_last_member_of_the_newest_generation_was_seen(keys, clock):
     clock.now = 7.0
-    assert keys.quiet_s() == 7.0  # nobody has come
+    assert keys.unused_s() == 7.0  # nobody has come
     keys.enter("ring", 0, ("a", "b"), 0, A)
     keys.enter("ring", 0, ("a", "b"), 1, B)
-    assert keys.quiet_s() == 0.0
+    assert keys.unused_s() == 0.0
     keys.enter("other", 0, ("a",), 0, A)
     clock.ended = {A}
     clock.now = 20.0
-    assert keys.quiet_s() == 0.0
+    assert keys.unused_s() == 0.0
     clock.ended = {A, B}
     clock.now = 50.0
-    assert keys.quiet_s() == 30.0
+    assert keys.unused_s() == 30.0

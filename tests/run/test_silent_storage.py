@@ -64,9 +64,9 @@ def soon(monkeypatch):
     """What takes seconds otherwise: a line after 0.3, the end of all patience after 1."""
     monkeypatch.setattr(silence, "_given_up", [])
     for module, name, seconds in (
-        (silence, "TELL_S", 0.3), (silence, "_GRACE_S", 0.1), (silence, "_RELEASE_S", 0.5),
+        (silence, "LOG_AFTER_S", 0.3), (silence, "_GRACE_S", 0.1), (silence, "_RELEASE_S", 0.5),
         (checkpoint_writer, "GIVE_UP_S", 1.0),
-        (background_writer, "TELL_S", 0.3), (background_writer, "GIVE_UP_S", 1.0),
+        (background_writer, "LOG_AFTER_S", 0.3), (background_writer, "GIVE_UP_S", 1.0),
         (background_writer, "_FLUSH_S", 0.5),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, seconds)
@@ -192,9 +192,11 @@ def writer_on(storage, flat, **more):
 def test_a_dead_storage_is_waited_for_only_so_long_and_the_center_is_saved_elsewhere(
     tmp_path, freezing, soon, is_last
 ):
-    flat, refuge = flat_model(), tmp_path / "refuge"
-    refuge.mkdir()
-    writer = writer_on(Storage(str(tmp_path / "run"), filesystem=freezing), flat, refuge=refuge)
+    flat, fallback_dir = flat_model(), tmp_path / "fallback_dir"
+    fallback_dir.mkdir()
+    writer = writer_on(
+        Storage(str(tmp_path / "run"), filesystem=freezing), flat, fallback_dir=fallback_dir
+    )
     freezing.thawed.clear()
     checkpoint = dataclasses.replace(collected_round(7), is_last=is_last)
     writer.checkpoint(checkpoint, seconds=1.0, totals=Totals())
@@ -203,8 +205,8 @@ def test_a_dead_storage_is_waited_for_only_so_long_and_the_center_is_saved_elsew
         writer.close()
     assert time.monotonic() - began < 5
     assert re.search(r" has not answered for 1 s \(to ", str(error.value))
-    assert str(error.value).endswith(f"the newest center is in {refuge}/center.safetensors")
-    center = load_file(refuge / "center.safetensors")
+    assert str(error.value).endswith(f"the newest center is in {fallback_dir}/center.safetensors")
+    center = load_file(fallback_dir / "center.safetensors")
     assert center.keys() == flat.model.state_dict().keys()
 
 
@@ -221,13 +223,13 @@ def test_without_another_folder_the_center_goes_to_a_temporary_one(tmp_path, fre
 
 
 def test_a_storage_that_accepts_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
-    refuge = tmp_path / "refuge"
-    refuge.mkdir()
-    writer = writer_on(Storage(str(tmp_path / "run")), flat_model(), refuge=refuge)
+    fallback_dir = tmp_path / "fallback_dir"
+    fallback_dir.mkdir()
+    writer = writer_on(Storage(str(tmp_path / "run")), flat_model(), fallback_dir=fallback_dir)
     checkpoint = dataclasses.replace(collected_round(7), is_last=True)
     writer.checkpoint(checkpoint, seconds=1.0, totals=Totals())
     writer.close()
-    assert list(refuge.iterdir()) == []
+    assert list(fallback_dir.iterdir()) == []
 
 
 def test_the_end_of_a_run_does_not_wait_for_files_that_are_given_up():

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raydl.metrics import TIME_PARTS
-from raydl.metrics.charts import Chart, Line, bars_in_file, lines_in_file, looks_of_methods
+from raydl.metrics.charts import Chart, Line, bars_in_file, lines_in_file, styles_of_methods
 from raydl.redaction import redact
 from raydl.run.versions import installed_version
 from raydl.text import markdown_table
@@ -226,7 +226,7 @@ def _has_accuracy(run: Run) -> bool:
 
 def _accuracy(groups: Mapping[str, Sequence[Run]], x: str, target: float) -> Chart:
     """Return a chart of accuracy over seconds or samples: faint seeds, a strong median."""
-    looks = looks_of_methods({name: runs[0].strategy for name, runs in groups.items()})
+    looks = styles_of_methods({name: runs[0].strategy for name, runs in groups.items()})
     lines = []
     for name, runs in groups.items():
         curves = [_curve(run, x) for run in runs]
