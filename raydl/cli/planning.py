@@ -49,7 +49,7 @@ class _PlanOptions:
     workers: str = "4:4096"
     """Workers: N, or FROM:TO for FROM, 2 FROM, 4 FROM, ... TO."""
     network: str = "10gbe"
-    """fdr, qdr, 10gbe-iwarp, 1gbe, 10gbe, 25gbe, 100gbe, or LATENCY_S,SECONDS_PER_BYTE."""
+    """fdr, qdr, 10gbe-iwarp, 100mbe, 1gbe, 10gbe, 25gbe, 100gbe, or LATENCY_S,SECONDS_PER_BYTE."""
     period: int | None = None
     """Local steps between two exchanges; unset: the method's default."""
     batch_size: int = 64

@@ -309,8 +309,8 @@ class Feed:
     def _fetch_ahead(self) -> None:
         """Fetch the next batches, up to a number in this round, and in all of them.
 
-        Batches of later rounds do not keep those of this round from being fetched. They may wait for
-        long: near the end of an epoch this worker takes over samples that others have reserved.
+        Batches of later rounds do not keep those of this round from being fetched. They may wait
+        for long: near the end of an epoch this worker takes over samples that others reserved.
         """
         of_round = self._keys_of_round()
         while self._upcoming:

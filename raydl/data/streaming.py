@@ -78,7 +78,8 @@ class StreamedPictures(InRowGroups[_Group]):
         config: settings of the input.
 
     Raises:
-        DataError: if the first picture does not decode.
+        DataError: if the first picture does not decode; if bad samples are skipped, none of the
+            first row group's.
     """
 
     def __init__(
@@ -86,12 +87,25 @@ class StreamedPictures(InRowGroups[_Group]):
     ) -> None:
         super().__init__(groups, _ToGroup(groups), shuffle_samples=config.shuffle_samples)
         self._config = config
-        first, name = self._groups.get(0).pictures[0], groups.name(0)
-        self._mode = "" if isinstance(first, np.ndarray) else mode_of(first.as_py(), 0, source=name)
-        picture = self._picture(first, 0, name)
-        self.shape = DataShape(picture.shape, len(class_names), class_names)
+        self._mode = ""
+        self.shape = DataShape(self._first_picture().shape, len(class_names), class_names)
         """The shape to build a model for; all pictures must have the size of the first."""
         self._make_pool()
+
+    def _first_picture(self) -> np.ndarray:
+        """Return the first picture that decodes, and set the mode of the others by it."""
+        name, pictures = self._groups.groups.name(0), self._groups.get(0).pictures
+        skips, first_error = self._config.on_bad_sample == "skip", None
+        for row in range(len(pictures) if skips else 1):
+            try:
+                value = pictures[row]
+                if not isinstance(value, np.ndarray) and (encoded := value.as_py()) is not None:
+                    self._mode = mode_of(encoded, row, source=name)
+                return self._picture(value, row, name)
+            except DataError as error:
+                first_error = first_error or error
+        assert first_error is not None, "no row group is empty"
+        raise first_error
 
     def _make_pool(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

@@ -42,6 +42,12 @@ class LocalModel:
             self._config: dict[str, Any] = json.loads(Path(folder, "config.json").read_text())
             (architecture,) = self._config["architectures"]
         except FileNotFoundError as error:
+            if Path(folder, "adapter_config.json").exists():
+                raise ConfigError(
+                    "model",
+                    f"{HUGGING_FACE}{folder} holds an adapter only; train it in your own loop "
+                    f"(raydl.attach_trainer), or pass a model of get_peft_model to raydl.Trainer",
+                ) from error
             raise ConfigError(
                 "model",
                 f"{HUGGING_FACE}{folder} must be a local folder with a config.json, as "

@@ -269,7 +269,8 @@ def check_room(scaling: ScalingConfig) -> None:
     raise ResourceError(
         f"scaling.num_workers requests {_wanted(fewest, need)}, but this machine has "
         f"{listed(have)}, enough for {fit}; lower "
-        f"{' or '.join(dict.fromkeys(to_lower))}"
+        f"{' or '.join(dict.fromkeys(to_lower))}, or set RAY_ADDRESS=auto if a Ray cluster runs "
+        f"here"
     )
 
 

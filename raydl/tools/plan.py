@@ -89,6 +89,7 @@ NETWORKS: dict[str, KnownNetwork] = {
         sentence="Intel NetEffect NE020: Ethernet of 10 Gbit/s, RDMA",
         source=_SC17,
     ),
+    "100mbe": _ethernet(0.1, 200e-6, "latency assumed; 94.15% of the line rate"),
     "1gbe": _ethernet(1, 50e-6, "latency assumed; 94.15% of the line rate"),
     "10gbe": _ethernet(10, 20e-6, "Hurwitz and Feng 2003 (20 us); 94.15% of the line rate"),
     "25gbe": _ethernet(25, 20e-6, _ASSUMED),

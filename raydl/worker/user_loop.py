@@ -95,6 +95,10 @@ class Endless:
         return ()
 
 
+_SUMS_GRADIENTS = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Wrappers of torch that synchronize all workers in every step."""
+
+
 def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -> Job:
     """Return the job of all workers, which has no end.
 
@@ -110,11 +114,18 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     """
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"must be a torch.nn.Module, got a {type(model).__name__}")
+    name = type(model).__name__
+    if name in _SUMS_GRADIENTS:
+        raise ConfigError(
+            "model",
+            f"must not be wrapped by {name}, which sums all gradients and ends with the first lost "
+            f"worker; pass the model itself, and use model.to(ray.train.torch.get_device()) in "
+            f"place of Ray Train's prepare_model",
+        )
     FlatModel.check(model)
     check_optimizer(optimizer, model)
     if config.scaling.min_workers < 1:
         raise ConfigError("num_workers", f"must be 1 or more, got {config.scaling.wanted()}")
-    name = type(model).__name__
     method = resolve(config, rule)
     trained = [p for p in model.parameters() if p.requires_grad]
     check_weights(name, trained, config, method)

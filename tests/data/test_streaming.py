@@ -541,6 +541,21 @@ def test_a_bad_sample_can_be_skipped_and_is_counted(tmp_path, how):
     assert ensemble.newest.progress.num_samples == 2 * 23
 
 
+@pytest.mark.parametrize("bad", [None, b"no picture", "cut off"])
+def test_the_first_sample_may_be_the_bad_one(tmp_path, bad):
+    cells, labels = [encoded(p) for p in pictures(23)], np.arange(23) % 3
+    cells[0] = cells[0][:-25] if bad == "cut off" else bad
+    write_pictures(tmp_path / "train-0.parquet", cells, labels)
+    write_pictures(tmp_path / "test-0.parquet", [encoded(p) for p in pictures(7)], labels[:7])
+    with pytest.raises(DataError, match=r"row group 0: .*row 0"):
+        load(str(tmp_path), input=STREAMED)
+    skips = InputConfig(stream="always", shuffle_samples=8, on_bad_sample="skip")
+    data = load(str(tmp_path), input=skips)
+    assert data.train.shape.input_shape == (1, 4, 4)
+    batch, rows, problems = data.train.fetch_readable(np.arange(3))
+    assert (len(batch[0]), rows.tolist(), len(problems)) == (2, [1, 2], 1)
+
+
 def test_a_file_that_was_truncated_during_a_run_is_named(folder):
     data = load(str(folder), input=STREAMED)
     path = folder / "train-0.parquet"

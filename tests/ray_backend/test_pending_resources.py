@@ -69,9 +69,11 @@ def test_a_placed_worker_is_starting_and_only_the_others_need_resources(
     ("settings", "sentence"),
     [
         ({"num_workers": 1, "gpus_per_worker": 1}, "requests 1 worker with {CPU: 1, GPU: 1}, "
-         "but this machine has {CPU: 2, GPU: 0}, enough for 0; lower scaling.gpus_per_worker"),
+         "but this machine has {CPU: 2, GPU: 0}, enough for 0; lower scaling.gpus_per_worker, "
+         "or set RAY_ADDRESS=auto if a Ray cluster runs here"),
         ({"num_workers": 3}, "requests 3 workers with {CPU: 1} each, but this machine has "
-         "{CPU: 2}, enough for 2; lower scaling.num_workers or scaling.cpus_per_worker"),
+         "{CPU: 2}, enough for 2; lower scaling.num_workers or scaling.cpus_per_worker, "
+         "or set RAY_ADDRESS=auto if a Ray cluster runs here"),
         ({"num_workers": 2}, None),
         ({"num_workers": (2, 9)}, None),
     ],

@@ -507,6 +507,10 @@ def held_by_nobody():
         ),
         ({"model": torch.nn.ReLU()}, "model ReLU: has no parameter that requires a gradient"),
         ({"model": "lenet"}, "model must be a torch.nn.Module, got a str"),
+        (
+            {"model": type("DistributedDataParallel", (torch.nn.Linear,), {})(1, 1)},
+            "model must not be wrapped by DistributedDataParallel, which sums all gradients",
+        ),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
         (
             {"make_optimizer": held_by_nobody},
