@@ -122,7 +122,7 @@ def until(actors, condition):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(workers, method):
     config = MethodConfig(name=method, period=2)
     actors = workers.take(0, 1, 2)

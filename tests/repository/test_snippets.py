@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raydl.config import ScalingConfig
+from raydl.config import ScalingConfig, TrainingConfig
 from raydl.run import trainer
 
 pytestmark = [
@@ -48,12 +48,15 @@ def folder(tmp_path, monkeypatch):
 def fit_here(self, fit):
     if self.config.scaling == ScalingConfig():
         self.config = replace(self.config, scaling=ScalingConfig(num_workers=0))
+    if self.config.training == TrainingConfig():
+        self.config = replace(self.config, training=TrainingConfig(epochs=2))
     return fit(self)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
-    # Runs without a setting for workers train in this process, which is faster.
+    # Runs without a setting for workers train in this process, and those without a length for two
+    # epochs, which is faster.
     monkeypatch.setattr(trainer.Trainer, "fit", partialmethod(fit_here, trainer.Trainer.fit))
     snippets = re.findall(r"^```python\n(.*?)^```", (root / page).read_text(), re.M | re.S)
     assert snippets
