@@ -114,11 +114,15 @@ class EvaluationConfig:
     """Epochs between two evaluations; the center of each checkpoint is scored, too."""
     every_samples: int | None = None
     """Samples of all workers between two evaluations, instead of epochs."""
+    num_samples: int | None = None
+    """Test samples to score, drawn once by the seed; unset: all."""
     batch_size: int = 128
     """Samples in one evaluation step; with many more, the activations no longer fit in the
     cache."""
 
     def __post_init__(self) -> None:
+        number = self.num_samples
+        require(number is None or number >= 1, "evaluation.num_samples", "1 or more", number)
         require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)
         every = self.every_samples
         require(every is None or every >= 1, "evaluation.every_samples", "1 or more", every)

@@ -30,6 +30,8 @@ def score(
 ) -> dict[str, float]:
     """Return the metrics of a model on a test set, in the precision and batches of a run.
 
+    If ``evaluation.num_samples`` is set, the same samples are drawn for each score of the run.
+
     Args:
         task: computes the metrics.
         model: the model.
@@ -37,17 +39,21 @@ def score(
         config: of the run.
         note: called before each batch with the number of samples scored so far.
     """
+    rows = np.arange(test.num_samples)
+    if (wanted := config.evaluation.num_samples) is not None:
+        drawn = np.random.default_rng(config.training.seed).permutation(test.num_samples)
+        rows = np.sort(drawn[:wanted])  # ascending: a streamed set is read in order
 
     def batch(start: int, stop: int) -> Batch:
         note(start)
-        return test.batch(np.arange(start, stop))
+        return test.batch(rows[start:stop])
 
     with in_precision(config.training.precision, next(model.parameters()).device):
         return evaluate(
             task,
             model,
             batch,
-            num_samples=test.num_samples,
+            num_samples=len(rows),
             batch_size=config.evaluation.batch_size,
         )
 
