@@ -217,7 +217,7 @@ class ChurningWorkerGroup:
             self._round += 1
         reports = self._reports()
         records = () if self._is_sync else self._records()
-        published = Published(tuple(self._rounds), records, told_s=self.now, process="center")
+        published = Published(tuple(self._rounds), records, sent_s=self.now, process="center")
         events, self._events = self._events, []
         return [*events, *map(Reported, reports), published]
 
@@ -234,7 +234,7 @@ class ChurningWorkerGroup:
                 WorkerReport(
                     worker_id, self._round, records, (), dict(self._parts), step_s=0.1,
                     generation=self._generation, local_step=10 * self._round, waited_s=0.01,
-                    round_s=1.0, told_s=self.now,
+                    round_s=1.0, sent_s=self.now,
                 )
             )  # fmt: skip
         return reports

@@ -28,6 +28,7 @@ from torch.utils.data._utils import worker as torch_worker
 from raydl.config import TrainConfig
 from raydl.data.map_style import (
     Collate,
+    Init,
     Unreadable,
     check_parts,
     checked_batch,
@@ -36,6 +37,7 @@ from raydl.data.map_style import (
     copy_to_read,
     dataset_of,
     end_with_the_parent,
+    init_of,
     is_map_style,
     open_part,
     pickled,
@@ -83,6 +85,7 @@ class IterableStyle:
         num_samples: samples of an epoch.
         collate: makes a batch from a list of samples.
         num_workers: processes that read samples; 0: the worker reads them in a thread.
+        init: called with its number in each such process before it reads; None: nothing is.
 
     Raises:
         DataError: if there is no first sample, or its batch has no tensors.
@@ -91,9 +94,15 @@ class IterableStyle:
     is_streamed = True
 
     def __init__(
-        self, dataset: Any, *, num_samples: int, collate: Collate, num_workers: int
+        self,
+        dataset: Any,
+        *,
+        num_samples: int,
+        collate: Collate,
+        num_workers: int,
+        init: Init | None,
     ) -> None:
-        self._dataset, self._collate = dataset, collate
+        self._dataset, self._collate, self._init = dataset, collate, init
         self._to_read = copy_to_read(dataset)
         self.num_samples = num_samples
         """Samples of an epoch."""
@@ -207,7 +216,9 @@ class IterableStyle:
             return self._samples
         if self._loader is None:
             self.is_starting = True
-            self._loader = _loader_of(self._dataset, shard, start, self._num_workers)
+            self._loader = _loader_of(
+                self._dataset, shard, start, num_workers=self._num_workers, init=self._init
+            )
         self._samples = _read_messages(self._loader)
         return self._samples
 
@@ -325,10 +336,12 @@ def _shown(info: _ShardInfo | None) -> Iterator[None]:
         torch_worker._worker_info = before
 
 
-def _loader_of(dataset: Any, shard: _Shard, start: int, num_workers: int) -> Any:
+def _loader_of(
+    dataset: Any, shard: _Shard, start: int, *, num_workers: int, init: Init | None
+) -> Any:
     """Return a loader with processes that send pickled samples, and start the shard again."""
     return torch_data.DataLoader(
-        _InProcess(dataset, shard, start),
+        _InProcess(dataset, shard, start, init),
         batch_size=_PER_MESSAGE,
         collate_fn=pickled,  # as they are, each tensor would take a file descriptor
         num_workers=num_workers,
@@ -356,30 +369,35 @@ class _InProcess(torch_data.IterableDataset[Any]):
         dataset: the data set.
         shard: the shard of the worker.
         start: number of the first start of the stream.
+        init: called with the number of the process before it reads; None: nothing is.
     """
 
-    def __init__(self, dataset: Any, shard: _Shard, start: int) -> None:
-        self._dataset, self._shard, self._start = dataset, shard, start
-        self._is_watched = False
+    def __init__(self, dataset: Any, shard: _Shard, start: int, init: Init | None) -> None:
+        self._dataset, self._shard, self._start, self._init = dataset, shard, start, init
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of this process once more."""
-        if not self._is_watched:
-            # A process that waits for a sample would not notice that its parent was killed.
-            threading.Thread(target=end_with_the_parent, daemon=True).start()
-            self._is_watched = True
         info, shard = torch_data.get_worker_info(), self._shard
         assert info is not None, "it is no loading process"
+        if not self._has_begun:
+            self._has_begun = True
+            # A process that waits for a sample would not notice that its parent was killed.
+            threading.Thread(target=end_with_the_parent, daemon=True).start()
+            if self._init is not None:
+                self._init(info.id)
         if not _is_hugging_face(self._dataset):  # which splits its shard by torch's information
             shard = shard.part(info.id, info.num_workers)
         start, self._start = self._start, self._start + 1
         yield from _read(self._dataset, shard, start)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_dataset": pickled(self._dataset)}
+        users = {name: pickled(self.__dict__[name]) for name in ("_dataset", "_init")}
+        return {**self.__dict__, **users}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_dataset": pickle.loads(state["_dataset"])})
+        users = {name: pickle.loads(state[name]) for name in ("_dataset", "_init")}
+        self.__dict__.update({**state, **users})
 
 
 def _is_hugging_face(dataset: Any) -> bool:
@@ -460,6 +478,7 @@ def _open(data: Any, config: TrainConfig) -> IterableStyle:
         num_samples=_size_of(dataset, config.input.samples_per_epoch),
         collate=collate,
         num_workers=num_workers,
+        init=init_of(data),
     )
 
 

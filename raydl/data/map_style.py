@@ -1,8 +1,8 @@
 """A map-style ``torch.utils.data.Dataset`` as the data set of a run: it has ``len`` and ``[i]``.
 
 The ledger assigns samples by number, so that each counts once in an epoch, also if workers are
-lost. A ``datasets.Dataset`` is such a set. Of a ``DataLoader`` only the data set, ``collate_fn``
-and ``num_workers`` matter: raydl has its own order and batch size.
+lost. A ``datasets.Dataset`` is such a set. Of a ``DataLoader`` only the data set, ``collate_fn``,
+``num_workers`` and ``worker_init_fn`` matter: raydl has its own order and batch size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
+from torch.utils.data._utils import worker as torch_worker
 
 from raydl.config import TrainConfig
 from raydl.data.order import Shuffled
@@ -29,6 +30,7 @@ from raydl.data.samples import Batch, Dataset, DataShape, check_readable, part_o
 from raydl.errors import DataError, in_one_line
 
 Collate = Callable[[list[Any]], Any]
+Init = Callable[[int], None]
 _PARTS = ("train", "test")
 _TRIES = 3
 """Times in a row that loading processes may be killed."""
@@ -77,6 +79,7 @@ class MapStyle:
         rows: numbers of the samples that belong to this part, int64.
         collate: makes a batch from a list of samples.
         num_workers: processes that read samples; 0: the worker reads them in a thread.
+        init: called with its number in each such process before it reads; None: nothing is.
         batch_size: samples in a batch.
         skips: leave out samples that cannot be read, instead of ending the run.
 
@@ -93,10 +96,12 @@ class MapStyle:
         *,
         collate: Collate,
         num_workers: int,
+        init: Init | None,
         batch_size: int,
         skips: bool,
     ) -> None:
-        self._dataset, self._rows, self._collate = dataset, rows, collate
+        self._dataset, self._rows = dataset, rows
+        self._collate, self._init = collate, init
         self._to_read = copy_to_read(dataset)
         self._length, self._batch_size, self._skips = len(dataset), batch_size, skips
         # The driver reads few samples, itself. The set of a worker was unpickled.
@@ -200,7 +205,11 @@ class MapStyle:
                 self._num_workers,
                 context,
                 initializer=_hold,
-                initargs=(pickled(self._dataset),),
+                initargs=(
+                    pickled((self._dataset, self._init)),
+                    self._num_workers,
+                    context.Value("i", 0),
+                ),
             )
         return self._pool
 
@@ -244,13 +253,28 @@ def pickled(data: Any) -> bytes:
     return cast(bytes, pickler.dumps(data))
 
 
-def _hold(dataset: bytes) -> None:
-    """Begin a loading process."""
+def _hold(dataset_and_init: bytes, num_workers: int, next_number: Any) -> None:
+    """Begin a loading process.
+
+    Args:
+        dataset_and_init: the data set and ``worker_init_fn`` of its loader, pickled.
+        num_workers: number of processes.
+        next_number: the number of the next process, shared by all of them.
+    """
     global _held
     torch.set_num_threads(1)
+    # A new process has torch's default seed: all would draw the same random transforms.
+    torch.seed()
     # A process of a pool waits for its next call forever, also if its parent was killed.
     threading.Thread(target=end_with_the_parent, daemon=True).start()
-    _held = pickle.loads(dataset)
+    with next_number.get_lock():
+        number, next_number.value = next_number.value, next_number.value + 1
+    _held, init = pickle.loads(dataset_and_init)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=_held
+    )
+    if init is not None:
+        init(number)
 
 
 def end_with_the_parent() -> None:
@@ -348,6 +372,11 @@ def collate_and_workers_of(data: Any) -> tuple[Collate, int]:
     return torch_data.default_collate, 0
 
 
+def init_of(data: Any) -> Init | None:
+    """Return the ``worker_init_fn`` of a loader, if it has one."""
+    return data.worker_init_fn if isinstance(data, torch_data.DataLoader) else None
+
+
 def is_map_style(data: Any) -> bool:
     """Whether something is a map-style data set, or a loader of one."""
     data = dataset_of(data)
@@ -404,6 +433,7 @@ def open_part(data: Any, rows: np.ndarray | None, config: TrainConfig) -> MapSty
     if isinstance(data, torch_data.DataLoader):
         _check_sampler(data)
     collate, num_workers = collate_and_workers_of(data)
+    init = init_of(data)
     data = dataset_of(data)
     if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") is None:
         data = data.with_format("torch")  # a datasets.Dataset, whose samples are lists otherwise
@@ -415,6 +445,7 @@ def open_part(data: Any, rows: np.ndarray | None, config: TrainConfig) -> MapSty
         rows,
         collate=collate,
         num_workers=num_workers,
+        init=init,
         batch_size=config.training.batch_size,
         skips=config.input.on_bad_sample == "skip",
     )

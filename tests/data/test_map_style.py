@@ -201,6 +201,30 @@ def test_a_loader_gives_its_collate_fn_and_its_processes(num_workers):
         train._pool.shutdown()
 
 
+class Drawn(Points):
+    """Gives the file that its process has opened, and a random number."""
+
+    file = 0.0
+
+    def __getitem__(self, number):
+        return torch.tensor(self.file), torch.rand(1)[0]
+
+
+def open_file(number):
+    time.sleep(0.5)  # the other process starts meanwhile
+    torch_data.get_worker_info().dataset.file = 10.0 + number
+
+
+@pytest.mark.processes
+def test_each_loading_process_is_initialized_and_draws_numbers_of_its_own():
+    loader = torch_data.DataLoader(Drawn(), num_workers=2, worker_init_fn=open_file)
+    train = pickle.loads(pickle.dumps(opened({"train": loader, "test": Drawn()}).train))
+    files, numbers = train.fetch(np.arange(4))
+    train._pool.shutdown()
+    assert sorted(set(files.tolist())) == [10.0, 11.0]
+    assert len(set(numbers.tolist())) == 4
+
+
 @pytest.mark.processes
 def test_loading_processes_end_with_a_killed_worker(tmp_path):
     code = """
