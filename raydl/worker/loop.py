@@ -6,6 +6,7 @@ drives several in threads. ``raydl.worker.round_runner`` exchanges.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +42,16 @@ LAST = -1
 """In place of a round: the last state of a worker that has left its loop for good."""
 
 
+def use_deterministic_kernels() -> None:
+    """Let torch refuse CUDA kernels whose results vary, and cuBLAS use a fixed workspace.
+
+    Source: torch's notes on reproducibility. Call it before the first use of the device.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+
+
 class Worker:
     """Trains one replica through the epochs.
 
@@ -71,6 +82,8 @@ class Worker:
         self._publish = publish
         self._before_step = before_step
         self._method = method = job.method
+        if job.config.training.deterministic and self._device.type == "cuda":
+            use_deterministic_kernels()
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
             flat = first_model(job, non_trainable, device=job.config.scaling.device)

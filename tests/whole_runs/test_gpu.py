@@ -1,5 +1,7 @@
 """The CUDA road: the same step, the same exchange, on a device."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,20 @@ def test_a_run_on_the_device_agrees_with_the_cpu(num_workers, share):
         ensemble.join().run()
         weights.append(ensemble.newest.weights)
     np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-4)
+
+
+def test_a_deterministic_run_gives_the_same_bits_on_the_device_twice():
+    config = settings(gpus_per_worker=0.5)
+    training = dataclasses.replace(config.training, deterministic=True)
+    config, weights = dataclasses.replace(config, training=training), []
+    try:
+        for _ in range(2):
+            ensemble = Ensemble(config, num_workers=2, images=tiny_images(24))
+            ensemble.join().run()
+            weights.append(ensemble.newest.weights)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert np.array_equal(*weights)
 
 
 def test_flat_storage_lives_on_the_device():

@@ -1,5 +1,7 @@
 """The worker's loop: the same bits for a seed and after a resume, and decisions by vote."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from ensembles import Ensemble, tiny_images
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import ImageSet
 from raydl.errors import NonFiniteLossError
-from raydl.worker.loop import Outcome
+from raydl.worker.loop import Outcome, use_deterministic_kernels
 
 METHODS = ["sync-easgd", "sync-measgd", "sync-sgd", "sync-msgd"]
 
@@ -155,3 +157,14 @@ def test_more_workers_than_samples_still_complete_the_epoch():
     ensemble = Ensemble(settings("sync-easgd", epochs=3), num_workers=3, images=few).join()
     assert ensemble.run() == [Outcome.FINISHED] * 3
     assert ensemble.newest.progress.num_samples == 6
+
+
+def test_kernels_whose_results_vary_are_refused(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
