@@ -40,6 +40,8 @@ _MOST_UNREADABLE = 100
 """Samples to try as the first one, if unreadable ones are skipped."""
 _held: Any = None
 """In a loading process: the data set."""
+_init_problem = ""
+"""In a loading process: why ``worker_init_fn`` failed."""
 
 
 class Unreadable:
@@ -261,7 +263,7 @@ def _hold(dataset_and_init: bytes, num_workers: int, next_number: Any) -> None:
         num_workers: number of processes.
         next_number: the number of the next process, shared by all of them.
     """
-    global _held
+    global _held, _init_problem
     torch.set_num_threads(1)
     # A new process has torch's default seed: all would draw the same random transforms.
     torch.seed()
@@ -274,7 +276,10 @@ def _hold(dataset_and_init: bytes, num_workers: int, next_number: Any) -> None:
         id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=_held
     )
     if init is not None:
-        init(number)
+        try:
+            init(number)
+        except Exception as error:  # of the user's code; an error here would break the pool
+            _init_problem = f"worker_init_fn of its DataLoader raised {in_one_line(error)}"
 
 
 def end_with_the_parent() -> None:
@@ -286,7 +291,13 @@ def end_with_the_parent() -> None:
 
 
 def _read_held(numbers: np.ndarray) -> bytes:
-    """Return pickled samples: as they are, each tensor would take a file descriptor."""
+    """Return pickled samples: as they are, each tensor would take a file descriptor.
+
+    Raises:
+        DataError: this process could not be initialized.
+    """
+    if _init_problem:
+        raise DataError(type(_held).__name__, _init_problem)
     return pickled(_read(_held, numbers))
 
 

@@ -154,15 +154,15 @@ class Prepare(Protocol):
 def check_readable(errors: Sequence[DataError], *, num_samples: int, skips: bool) -> None:
     """Raise the first error in the samples of a batch, unless samples are skipped.
 
-    It is raised nevertheless if the machine failed at every sample of several: a worker whose disk
-    fails would skip an epoch in no time.
+    It is raised nevertheless if the machine failed at every sample: a worker whose disk fails would
+    skip an epoch in no time.
 
     Args:
         errors: one per sample that cannot be read, with its cause.
         num_samples: samples in the batch.
         skips: whether samples that cannot be read are left out.
     """
-    has_failed = len(errors) == num_samples > 1 and all(map(failure_of_machine, errors))
+    has_failed = len(errors) == num_samples and all(map(failure_of_machine, errors))
     if errors and (has_failed or not skips):
         raise errors[0]
 

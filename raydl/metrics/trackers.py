@@ -355,8 +355,11 @@ def _check_mlflow_store() -> None:
     Raises:
         ConfigError: if MLflow would write an SQLite file, its default, and cannot.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
-    if uri.startswith("sqlite:") and importlib.util.find_spec("sqlalchemy") is None:
+    if importlib.util.find_spec("sqlalchemy") is not None:
+        return
+    import mlflow
+
+    if mlflow.get_tracking_uri().startswith("sqlite:"):
         raise ConfigError(
             "run.tracker",
             "mlflow needs the address of a tracking server in MLFLOW_TRACKING_URI, or, to record "

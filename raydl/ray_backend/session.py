@@ -460,7 +460,8 @@ def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int]:
             sizes[path.relative_to(root)] = path.stat().st_size
 
     excluded = packaging._get_excludes(root, excludes)
-    packaging._dir_travel(root, [excluded], count, include_gitignore=True)
+    has_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"  # as Ray
+    packaging._dir_travel(root, [excluded], count, include_gitignore=has_gitignore)
     return sizes
 
 

@@ -174,6 +174,8 @@ class RayWorkerGroup:
         self._polled_at = 0.0
         self._fired: set[int] = set()
         self._members: tuple[str, ...] = ()
+        self._newest_generation = self._rebuilt_in = 0
+        """The newest generation, and the newest one when the center was rebuilt last."""
         self._collected: dict[str, Any] = {}
         self._held: tuple[int, tuple[str, ...]] = -1, ()
         self._events: list[Event] = []
@@ -254,7 +256,7 @@ class RayWorkerGroup:
             ray.kill(shard)
         for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
             self._forget(who)
-        self._backup.is_requested = False
+        self._backup.is_requested, self._rebuilt_in = False, self._newest_generation
         self._calls.forget(lambda call: call.task == "evaluation")  # of the former center
         if worker_id is None:
             self._backup.begin(*self._kept_optimizer)
@@ -589,7 +591,7 @@ class RayWorkerGroup:
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Form a generation."""
-        self._members = membership.worker_ids
+        self._members, self._newest_generation = membership.worker_ids, membership.generation
         self._started_evaluator()  # not before: the start of the workers has priority
         if self._job.method.is_sync:
             snapshot = self._center.begin.remote(membership.generation, round)
@@ -604,6 +606,7 @@ class RayWorkerGroup:
         changed, snapshot = self._center.change.options(num_returns=2).remote(membership)
         self._calls.expect(changed, "center", _on_change)
         before, self._members = self._members, membership.worker_ids
+        self._newest_generation = membership.generation
         for worker_id in membership.worker_ids:
             if worker_id not in before:
                 self._run(worker_id, membership, snapshot, own_states.get(worker_id))
@@ -624,7 +627,14 @@ class RayWorkerGroup:
             tuple(self._fired),
             goes_on=own_state is not None,  # which the worker has
         )
-        self._calls.expect(ref, worker_id, lambda end: [end], generation=generation)
+        self._calls.expect(ref, worker_id, self._on_run_ended, generation=generation)
+
+    def _on_run_ended(self, ended: RunEnded) -> list[Event]:
+        # A worker may notice late that the former center had diverged.
+        is_of_former = ended.generation <= self._rebuilt_in
+        if isinstance(ended.error, NonFiniteCenterError) and not is_of_former:
+            self._backup.distrust(*self._kept_optimizer)
+        return [ended]
 
     def dismiss(self, worker_id: str) -> None:
         """Have one worker leave after its next exchange."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -63,7 +64,8 @@ def score_run(
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
     test = Batches(dataset.test, preparation_for(dataset, config))
-    return score(task, model, test, config)
+    all_samples = replace(config, evaluation=replace(config.evaluation, num_samples=None))
+    return score(task, model, test, all_samples)
 
 
 def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:

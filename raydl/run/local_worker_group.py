@@ -55,6 +55,8 @@ class LocalWorkerGroup:
         self._events: list[Event] = []
         self._running = False
         self._non_trainable = non_trainable
+        self._has_worker = False
+        self._was_deterministic = torch.are_deterministic_algorithms_enabled()
 
     def start_center(self, snapshot: Snapshot) -> None:
         """Build the worker, the evaluator, and the center with its shards."""
@@ -69,6 +71,7 @@ class LocalWorkerGroup:
             publish=self._snapshots.put,
             non_trainable=self._non_trainable,
         )
+        self._has_worker = True
         self._kept = snapshot
         self._start_shards(snapshot)
 
@@ -233,5 +236,7 @@ class LocalWorkerGroup:
         return ""
 
     def close(self) -> None:
-        """End the reading ahead; there is no other process."""
-        self._worker.stop_fetching()
+        """End the reading ahead, and restore a switch of this process; there is no other."""
+        if self._has_worker:
+            self._worker.stop_fetching()
+        torch.use_deterministic_algorithms(self._was_deterministic)

@@ -13,6 +13,8 @@ from ray.exceptions import (
 )
 
 from raydl.core.progress import Progress
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import RunEnded
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.errors import NonFiniteCenterError
 from raydl.ray_backend.pending_calls import Call, PendingCalls, in_few_words
@@ -65,6 +67,7 @@ class Bare(RayWorkerGroup):
         self._starts, self._setups = StartTimeouts(600.0), StartTimeouts(600.0)
         self._workers = {"w0": Mock()}
         self._collected, self._held = {}, (-1, ())
+        self._newest_generation, self._rebuilt_in = 1, 0
         self._backup = _Backup(is_needed=True)
         self.started_with = []
 
@@ -107,14 +110,25 @@ def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is
     assert worker_group.started_with[-2:] == ["of 20", "of 30"]
 
 
-def test_a_diverged_center_restarts_with_the_optimizer_of_the_newest_checkpoint(worker_group):
+def diverged(worker_id):
+    return RunEnded(worker_id, Outcome.BROKEN, 3, 1, error=NonFiniteCenterError(31))
+
+
+@pytest.mark.parametrize("noticed_by", ["center", "worker"])
+def test_a_diverged_center_restarts_with_the_optimizer_of_the_newest_checkpoint(
+    worker_group, noticed_by
+):
     worker_group.hand_over_checkpoint(center_of(20))
     worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
-    worker_group._calls.expect("run", "w0", list)
-    error = RayTaskError("run", "traceback", NonFiniteCenterError(31))
-    assert worker_group._on_task_error(error, worker_group._calls.pop_call("run"))
+    if noticed_by == "center":
+        worker_group._calls.expect("checkpoint", "center", list)
+        error = RayTaskError("run", "traceback", NonFiniteCenterError(31))
+        assert worker_group._on_task_error(error, worker_group._calls.pop_call("checkpoint"))
+    else:
+        assert worker_group._on_run_ended(diverged("w0"))
     worker_group._backup.keep("of 31", 31, 0.0, now=0.0)  # it was on its way
     worker_group.rebuild_center("w0")
+    worker_group._on_run_ended(diverged("w1"))  # it notices late, in the same generation
     worker_group._backup.keep("of 40", 40, 0.0, now=0.0)
     worker_group.rebuild_center("w0")
     assert worker_group.started_with[-2:] == ["of 20", "of 40"]
