@@ -16,9 +16,9 @@ link     once a minute, for three minutes, the messages from and to one worker a
          20 s, as if the link of its host was cut
 
 goodput  counted samples per second from the first fault on, over those of the quiet seconds before
-         and after the faults in the same run. A sample counts when the run counts it
-         (``status.json``), so steps that were thrown away or repeated do not count. For torchft
-         these are the samples of committed steps, for hivemind those that all peers have reported.
+         and after the faults in the same run; of those before alone, if not all workers train again
+         within three minutes. A sample counts when the run counts it (``status.json``), so steps
+         that were thrown away or repeated do not count. For torchft these are the samples of committed steps, for hivemind those that all peers have reported.
          For Ray Train, which has no such count, it is the progress of the group that trains last,
          from the checkpoint that it started from; it writes one every 10,000 samples.
 expected for kills of workers, the goodput that the simulation behind ``raydl plan --preemptions``
@@ -295,8 +295,11 @@ def _storm(
             num_kills += _kill(run, partial(victim, num_kills), before=next_at)
         _pass(run, max(0.0, next_at - time.monotonic()))
     speed = _speed(first, counted())
-    quiet.append(_quiet_speed(run, times, counted))
-    return Goodput(quiet_speed=sum(quiet) / 2, speed=speed, num_kills=num_kills)
+    try:
+        quiet.append(_quiet_speed(run, times, counted))
+    except WatchError as error:  # it has not recovered from the faults
+        print(f"  no quiet seconds after the faults: {str(error).splitlines()[0]}", flush=True)
+    return Goodput(quiet_speed=sum(quiet) / len(quiet), speed=speed, num_kills=num_kills)
 
 
 def _kill(run: Watched, victim: Callable[[], int | None], *, before: float) -> bool:
