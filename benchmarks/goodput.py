@@ -18,9 +18,10 @@ link     once a minute, for three minutes, the messages from and to one worker a
 goodput  counted samples per second from the first fault on, over those of the quiet seconds before
          and after the faults in the same run; of those before alone, if not all workers train again
          within three minutes. A sample counts when the run counts it (``status.json``), so steps
-         that were thrown away or repeated do not count. For torchft these are the samples of committed steps, for hivemind those that all peers have reported.
-         For Ray Train, which has no such count, it is the progress of the group that trains last,
-         from the checkpoint that it started from; it writes one every 10,000 samples.
+         that were thrown away or repeated do not count. For torchft these are the samples of
+         committed steps, for hivemind those that all peers have reported. For Ray Train, which has
+         no such count, it is the progress of the group that trains last, from the checkpoint that
+         it started from; it writes one every 10,000 samples.
 expected for kills of workers, the goodput that the simulation behind ``raydl plan --preemptions``
          gives: two workers share a machine of two cores, which stays. The speeds of one and of two
          workers are measured in the same run; the durations are the defaults, except that a worker
