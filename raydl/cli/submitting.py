@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -116,8 +116,8 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     if options.working_dir is None:
         submission.check_what_travels(config, here=Path.cwd())
     else:
-        _check_size(options.working_dir)
         uploaded = ray_session.uploaded_files(options.working_dir, list(submission.EXCLUDES))
+        _check_size(options.working_dir, uploaded)
         here = Path(options.working_dir).absolute()
         submission.check_what_travels(config, here=here, uploaded=uploaded)
     # Two submissions of a sweep may begin in the same second.
@@ -142,13 +142,17 @@ def _check(config: TrainConfig) -> None:
         )
 
 
-def _check_size(folder: str) -> None:
+def _check_size(folder: str, uploaded: Mapping[Path, int]) -> None:
     """Refuse a working folder that is too large for Ray.
+
+    Args:
+        folder: the folder.
+        uploaded: its files that would be uploaded, with their bytes.
 
     Raises:
         ConfigError: with the largest entries of the folder.
     """
-    sizes, limit = ray_session.folder_sizes(folder, list(submission.EXCLUDES))
+    sizes, limit = ray_session.folder_sizes(uploaded)
     total = sum(sizes.values())
     if total < limit:
         return

@@ -289,10 +289,14 @@ class Feed:
 
         The next round fetches again. For a score in the same process, and for the end of a run.
         """
-        for key, future in list(self._prefetched.items()):
-            if future.cancel():
-                del self._prefetched[key]
+        self._cancel(set(self._prefetched))
         wait(self._prefetched.values())
+
+    def _cancel(self, keys: set[bytes]) -> None:
+        """Cancel fetches that have not begun."""
+        for key in keys:
+            if self._prefetched[key].cancel():
+                del self._prefetched[key]
 
     def _keys_of_round(self) -> set[bytes]:
         return {step.rows.tobytes() for step in self._steps}
@@ -300,11 +304,8 @@ class Feed:
     def _cancel_later(self) -> None:
         """Cancel fetches for later rounds that would delay a batch of this one."""
         of_round = self._keys_of_round()
-        if of_round <= self._prefetched.keys():
-            return
-        for key in self._prefetched.keys() - of_round:
-            if self._prefetched[key].cancel():
-                del self._prefetched[key]
+        if not of_round <= self._prefetched.keys():
+            self._cancel(self._prefetched.keys() - of_round)
 
     def _fetch_ahead(self) -> None:
         """Fetch the next batches, up to a number in this round, and in all of them.

@@ -392,7 +392,7 @@ class RendezvousServer(CenterEndpoint):
             clock=clock,
         )
         self._copy: Snapshot | None = None
-        self._copy_generation, self._copy_age = 0, NO_COPY
+        self._copy_generation = 0
         self._non_trainable: NonTrainable | None = None
         self._starts: dict[str, Snapshot] = {}
         self._members: frozenset[str] = frozenset()
@@ -470,14 +470,14 @@ class RendezvousServer(CenterEndpoint):
         with self._lock:
             is_late = generation != self._rendezvous.membership.generation
             # A worker that was suspended may come after another one of its generation has left.
-            is_late |= generation == self._copy_generation and age_of(snapshot) < self._copy_age
+            if self._copy is not None and generation == self._copy_generation:
+                is_late |= age_of(snapshot) < age_of(self._copy)
             if is_late or self._center_server is not None:
                 return
             if non_trainable is not None:
                 self._non_trainable = non_trainable
             if self._job.method.is_sync:
                 self._copy, self._copy_generation = snapshot, generation
-                self._copy_age = age_of(snapshot)
             else:
                 self._center_server = CenterServer(self._job, snapshot, node=self._node)
                 self._rendezvous.pop_changes()  # they were before this center

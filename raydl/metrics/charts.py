@@ -78,7 +78,7 @@ _SAMPLES = "samples of all workers together"
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
-# looks
+# styles
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def family(method: str) -> str:
 
 
 def styles_of_methods(strategies: Mapping[str, str]) -> dict[str, LineStyle]:
-    """Return the looks of methods: one color per family, one dash pattern per strategy.
+    """Return the styles of methods: one color per family, one dash pattern per strategy.
 
     Args:
         strategies: strategy by name of the method.

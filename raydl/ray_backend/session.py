@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -430,8 +430,8 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
         return []
 
 
-def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]:
-    """Return the bytes that Ray would upload of a folder, by its entries, and Ray's limit.
+def folder_sizes(files: Mapping[Path, int]) -> tuple[dict[str, int], int]:
+    """Return the bytes of ``uploaded_files`` by the folder's entries, and Ray's limit.
 
     Ray does not compress. The limit is the smaller of two: the dashboard's largest request, and
     Ray's largest stored package.
@@ -440,7 +440,7 @@ def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]
     from ray._private.runtime_env import packaging
 
     sizes: dict[str, int] = {}
-    for path, size in uploaded_files(folder, excludes).items():
+    for path, size in files.items():
         sizes[path.parts[0]] = sizes.get(path.parts[0], 0) + size
     return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -64,8 +63,7 @@ def score_run(
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
     test = Batches(dataset.test, preparation_for(dataset, config))
-    all_samples = replace(config, evaluation=replace(config.evaluation, num_samples=None))
-    return score(task, model, test, all_samples)
+    return score(task, model, test, config)
 
 
 def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:

@@ -26,36 +26,47 @@ def score(
     test: Batches,
     config: TrainConfig,
     *,
+    rows: np.ndarray | None = None,
     note: Callable[[int], None] = lambda num_samples: None,
 ) -> dict[str, float]:
     """Return the metrics of a model on a test set, in the precision and batches of a run.
-
-    If ``evaluation.num_samples`` is set, the same samples are drawn for each score of the run.
 
     Args:
         task: computes the metrics.
         model: the model.
         test: the test set.
         config: of the run.
+        rows: the samples to score, int64, shape [num_samples]; None: all.
         note: called before each batch with the number of samples scored so far.
     """
-    rows = np.arange(test.num_samples)
-    if (wanted := config.evaluation.num_samples) is not None:
-        drawn = np.random.default_rng(config.training.seed).permutation(test.num_samples)
-        rows = np.sort(drawn[:wanted])  # ascending: a streamed set is read in order
+    scored = np.arange(test.num_samples) if rows is None else rows
 
     def batch(start: int, stop: int) -> Batch:
         note(start)
-        return test.batch(rows[start:stop])
+        return test.batch(scored[start:stop])
 
     with in_precision(config.training.precision, next(model.parameters()).device):
         return evaluate(
             task,
             model,
             batch,
-            num_samples=len(rows),
+            num_samples=len(scored),
             batch_size=config.evaluation.batch_size,
         )
+
+
+def rows_to_score(num_samples: int, config: TrainConfig) -> np.ndarray | None:
+    """Return the rows that each score of a run takes, int64, ascending; None: all.
+
+    Args:
+        num_samples: samples in the test set.
+        config: of the run.
+    """
+    wanted = config.evaluation.num_samples
+    if wanted is None:
+        return None
+    drawn = np.random.default_rng(config.training.seed).permutation(num_samples)
+    return np.sort(drawn[:wanted])  # a streamed set is read in order
 
 
 class Evaluator:
@@ -71,6 +82,7 @@ class Evaluator:
     def __init__(self, job: Job, test: Batches, non_trainable: NonTrainable | None = None) -> None:
         self._job = job
         self._test = test
+        self._rows = rows_to_score(test.num_samples, job.config)
         self._flat = first_model(job, non_trainable)
         self._first = self._flat.non_trainable.arrays() if non_trainable is None else non_trainable
         self._best = -math.inf
@@ -84,7 +96,9 @@ class Evaluator:
         """Return the metrics of a snapshot, and its predictions for the examples."""
         self._put(snapshot)
         config = self._job.config
-        metrics = score(self._job.task, self._flat.model, self._test, config, note=self._note)
+        metrics = score(
+            self._job.task, self._flat.model, self._test, config, rows=self._rows, note=self._note
+        )
         predicted: tuple[int, ...] = ()
         if isinstance(self._job.task, Predicts):  # a task with classes
             with in_precision(config.training.precision, self._flat.weights.device):

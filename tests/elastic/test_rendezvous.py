@@ -458,6 +458,21 @@ def steps(elastic, model, count):
         elastic.step()
 
 
+def with_a_kept_center():
+    """Return (threads, the center of a worker that has trained there and left)."""
+    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
+    last, model = attached(threads, "w0", 0)
+    with last:
+        steps(last, model, 5)
+        return threads, last.center_state_dict()
+
+
+def center_of_a_new_worker(threads):
+    new, _ = attached(threads, "w2", 2)
+    with new:
+        return new.center_state_dict()
+
+
 def test_workers_restarted_from_a_state_continue_it_although_an_older_center_is_kept():
     method = MethodConfig(name="sync-easgd", period=1)
     elastic, model = attached(Threads(settings(method, 1)), "w0", 0)
@@ -504,27 +519,17 @@ def test_the_center_of_the_last_worker_is_there_for_one_that_waits():
 
 
 def test_a_worker_that_never_entered_leaves_the_kept_center_as_it_is():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
-    last, model = attached(threads, "w0", 0)
-    with last:
-        steps(last, model, 5)
-        center = last.center_state_dict()
+    threads, center = with_a_kept_center()
     failing, _ = attached(threads, "w1", 1)
     failing._rendezvous._make_transport = fails
     with pytest.raises(ExchangeError):
         failing.join()
     failing.detach()
-    new, _ = attached(threads, "w2", 2)
-    with new:
-        assert same(new.center_state_dict(), center)
+    assert same(center_of_a_new_worker(threads), center)
 
 
 def test_a_worker_whose_start_fails_leaves_the_kept_center_as_it_is(monkeypatch):
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
-    last, model = attached(threads, "w0", 0)
-    with last:
-        steps(last, model, 5)
-        center = last.center_state_dict()
+    threads, center = with_a_kept_center()
     failing, _ = attached(threads, "w1", 1)
 
     def out_of_memory(snapshot):
@@ -534,9 +539,7 @@ def test_a_worker_whose_start_fails_leaves_the_kept_center_as_it_is(monkeypatch)
     with pytest.raises(MemoryError):
         failing.join()
     failing.detach()
-    new, _ = attached(threads, "w2", 2)
-    with new:
-        assert same(new.center_state_dict(), center)
+    assert same(center_of_a_new_worker(threads), center)
 
 
 def test_the_center_of_a_last_worker_whose_lease_expired_is_there_for_the_next_one():
@@ -551,9 +554,7 @@ def test_the_center_of_a_last_worker_whose_lease_expired_is_there_for_the_next_o
     threads.server.heartbeat = heartbeat
     center = last.center_state_dict()
     last.detach()
-    new, _ = attached(threads, "w1", 1)
-    with new:
-        assert same(new.center_state_dict(), center)
+    assert same(center_of_a_new_worker(threads), center)
 
 
 def test_a_worker_that_waited_in_vain_for_a_replacement_leaves_its_center():

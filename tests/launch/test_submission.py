@@ -187,7 +187,7 @@ def test_ray_itself_and_extras_are_not_installed_for_a_job():
 
 
 def test_tests_docs_runs_and_the_history_do_not_travel_and_the_digits_do(root):
-    sizes, limit = ray_session.folder_sizes(str(root), list(EXCLUDES))
+    sizes, limit = ray_session.folder_sizes(ray_session.uploaded_files(str(root), list(EXCLUDES)))
     assert {"raydl", "jobs", "pyproject.toml"} <= set(sizes)
     assert not {".git", ".venv", "tests", "docs", "runs", "raydl.egg-info"} & set(sizes)
     assert sum(sizes.values()) < 5 * 2**20 < limit
@@ -195,13 +195,13 @@ def test_tests_docs_runs_and_the_history_do_not_travel_and_the_digits_do(root):
 
 def test_all_of_raydl_travels(root):
     package = root / "raydl"
-    sizes, _ = ray_session.folder_sizes(str(package), list(EXCLUDES))
+    sizes, _ = ray_session.folder_sizes(ray_session.uploaded_files(str(package), list(EXCLUDES)))
     files = [p for p in package.rglob("*") if p.is_file() and p.suffix != ".pyc"]
     assert sum(sizes.values()) == sum(p.stat().st_size for p in files)
 
 
 def test_a_fresh_clone_uploads_little_with_ray_job_submit(root):
-    sizes, _ = ray_session.folder_sizes(str(root), [])
+    sizes, _ = ray_session.folder_sizes(ray_session.uploaded_files(str(root), []))
     assert not {".git", ".venv", "tests", "runs"} & set(sizes)
     assert sum(sizes.values()) < 5 * 2**20
 
@@ -224,7 +224,7 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
     assert "600 MiB, but Ray accepts less than 100 MiB" in sentence
     assert sentence.endswith("film.bin (600 MiB)")
     (tmp_path / ".rayignore").write_text("*.bin\n")
-    submitting._check_size(".")
+    submitting._check_size(".", ray_session.uploaded_files(".", list(EXCLUDES)))
 
 
 # mistakes

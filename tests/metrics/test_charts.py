@@ -205,12 +205,12 @@ def test_methods_of_one_family_share_a_colour_and_those_of_a_strategy_their_dash
     assert family("hogwild-measgd") == family("sync-measgd") == "measgd"
     assert family("original-easgd") == "easgd"
     assert family("eamsgd") == "eamsgd"
-    looks = styles_of_methods(
+    styles = styles_of_methods(
         {"sync-easgd": "sync", "async-easgd": "async", "async-sgd": "async", "my:Rule": "sync"}
     )
-    assert looks["sync-easgd"].color == looks["async-easgd"].color
-    assert looks["async-sgd"].dashes == looks["async-easgd"].dashes != looks["sync-easgd"].dashes
-    assert len({look.color for look in looks.values()}) == 3
+    assert styles["sync-easgd"].color == styles["async-easgd"].color
+    assert styles["async-sgd"].dashes == styles["async-easgd"].dashes != styles["sync-easgd"].dashes
+    assert len({style.color for style in styles.values()}) == 3
 
 
 # stacked

@@ -226,13 +226,13 @@ def _has_accuracy(run: Run) -> bool:
 
 def _accuracy(groups: Mapping[str, Sequence[Run]], x: str, target: float) -> Chart:
     """Return a chart of accuracy over seconds or samples: faint seeds, a strong median."""
-    looks = styles_of_methods({name: runs[0].strategy for name, runs in groups.items()})
+    styles = styles_of_methods({name: runs[0].strategy for name, runs in groups.items()})
     lines = []
     for name, runs in groups.items():
         curves = [_curve(run, x) for run in runs]
         seeds = curves if len(curves) > 1 else []
-        lines += [Line(name, xs, ys, looks[name], is_faint=True) for xs, ys in seeds]
-        lines.append(Line(name, *_median_curve(curves), looks[name]))
+        lines += [Line(name, xs, ys, styles[name], is_faint=True) for xs, ys in seeds]
+        lines.append(Line(name, *_median_curve(curves), styles[name]))
     return Chart(lines=lines, x=x, y="accuracy", target=target, title="test accuracy of the center")
 
 
