@@ -356,8 +356,12 @@ class RayWorkerGroup:
         self._forget(worker_id)
 
     def _kill(self, who: str, actor: ActorHandle) -> None:
-        """End a process. If it owes an answer, kill it: it may be stopped, and receive no call."""
-        if who in self._places and self._heartbeats.owed_s(who) > 2 * _POLL_EVERY_S:
+        """End a process. If it has long been silent, kill it by its id: a stopped one gets no call.
+
+        Ray reports a process that is killed by its id to the user as a crash. One that is only
+        late, as on a busy machine, is left to Ray's call, and to its own bound of 5 s.
+        """
+        if who in self._places and self._heartbeats.owed_s(who) > self._check_after_s():
             kill_process(self._places[who], home=self._home)
         ray.kill(actor)
 
@@ -406,10 +410,13 @@ class RayWorkerGroup:
         events, self._events = self._events, []
         return events
 
+    def _check_after_s(self) -> float:
+        return _CHECK_AFTER * self._job.config.elastic.lease_s
+
     def _check_silent(self) -> None:
         """Request the CPU time of processes that are silent for part of their lease."""
         now = time.monotonic()
-        silent = self._heartbeats.silent(_CHECK_AFTER * self._job.config.elastic.lease_s)
+        silent = self._heartbeats.silent(self._check_after_s())
         for who in self._liveness.due([w for w in silent if w in self._places], now):
             place = self._places[who]
             if place[0] == self._home:

@@ -248,3 +248,15 @@ def test_a_center_that_never_starts_is_lost(starting):
     starting._on_center_started(("node", 3))
     starting._is_center_up = False  # no further poll
     assert starting.polls(until=1000.0) == []
+
+
+@pytest.mark.parametrize(("owed_s", "killed"), [(0.0, []), (2.0, []), (3.0, [("node", 3)])])
+def test_only_a_process_that_was_long_silent_is_killed_by_its_id(starting, owed_s, killed):
+    """Ray reports that as a crash, which a worker that is late at the end of a run is not."""
+    starting._start_worker("w0", {})
+    starting._on_set_up("w0", None, (("node", 3), False))
+    starting._heartbeats = Heartbeats(10.0, clock=lambda: starting.now)
+    starting._heartbeats.expect_answer("w0")
+    starting.now += owed_s
+    starting.end("w0")
+    assert starting.killed == killed
