@@ -426,7 +426,10 @@ def main() -> None:
     """Measure and report."""
     more = {
         "data": {"default": "../shared/data/mnist", "help": "folder of MNIST"},
-        "only": {"default": "", "help": "beginnings of the names of the only cases, with commas"},
+        "only": {
+            "default": "",
+            "help": "beginnings of the names of the only cases, with ; between them",
+        },
     }
     options = options_of(__doc__, **more).parse_args()
     end_cleanly()
@@ -447,7 +450,7 @@ def main() -> None:
         if not options.quick:
             for name, words_of in PEERS.items():
                 cases[name] = partial(peer_case, cluster, times, words_of(data))
-        beginnings = tuple(options.only.split(","))
+        beginnings = tuple(options.only.split(";"))
         cases = {name: case for name, case in cases.items() if name.startswith(beginnings)}
         methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] in _RELATIVE_TO_ONE}
         try:
