@@ -414,12 +414,14 @@ def add_results(
 
 
 def _measured(name: str, case: Callable[[], Goodput]) -> Goodput | None:
-    """Return the result of a case; None: it failed, which is printed."""
+    """Return the result of a case; None: it failed. Either is printed: all take most of an hour."""
     try:
-        return case()
-    except Exception as error:  # of any kind: the others take most of an hour
+        goodput = case()
+    except Exception as error:  # of any kind: the other cases shall not be lost
         print(f"{name} was not measured: {error}", file=sys.stderr, flush=True)
         return None
+    print(f"{name}: goodput {goodput.share:.3g}", file=sys.stderr, flush=True)
+    return goodput
 
 
 def main() -> None:
