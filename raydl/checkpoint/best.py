@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from raydl.config import EvaluationConfig
 from raydl.core import tensor_files
-from raydl.core.callbacks import score_of
 from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
+from raydl.core.scores import score_of
 from raydl.core.tensor_files import view_of
 from raydl.core.worker_group import Evaluated
 from raydl.errors import CheckpointError, reading_error
@@ -77,14 +78,23 @@ class BestCenter:
         storage: the run's folder.
         flat: names the weights.
         driver_epoch: the number of this start of the run.
+        evaluation: settings, which name the metric that compares centers.
     """
 
-    def __init__(self, storage: Storage, flat: FlatModel, *, driver_epoch: int = 1) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        flat: FlatModel,
+        *,
+        driver_epoch: int = 1,
+        evaluation: EvaluationConfig | None = None,
+    ) -> None:
         self.kept: Best | None = None
         """The center in the file, or None if there is no file."""
         self._storage = storage
         self._flat = flat
         self._epoch = driver_epoch
+        self._evaluation = evaluation or EvaluationConfig()
         self._waiting: Evaluated | None = None
         self._lock = threading.Lock()
 
@@ -108,10 +118,13 @@ class BestCenter:
         """Note a center if its weights came along and it is the best; return whether one waits."""
         with self._lock:
             rival = self._waiting or self.kept
-            is_best = rival is None or score_of(evaluated.metrics) > score_of(rival.metrics)
+            is_best = rival is None or self._score(evaluated) > self._score(rival)
             if evaluated.weights is not None and is_best:
                 self._waiting = evaluated
             return self._waiting is not None
+
+    def _score(self, center: Evaluated | Best) -> float:
+        return score_of(center.metrics, self._evaluation)
 
     def write(self) -> None:
         """Write the center that waits, if any. If this fails, it goes on waiting.

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raydl.config.checks import require, require_name, require_positive
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, UnknownNameError
 
 RUNS = "runs"
 """Folder of the runs that are given no other folder."""
+LOWER_IS_BETTER = ("loss", "perplexity")
+"""Metrics that are better if they are lower."""
+_MODES = ("auto", "max", "min")
 TRACKER_STATES, METRIC_LINES = "tracker-", "metrics.jsonl"
 """In the run's folder: beginning of the names of the trackers' states, and the JSON lines."""
 
@@ -116,6 +119,11 @@ class EvaluationConfig:
     """Samples of all workers between two evaluations, instead of epochs."""
     num_samples: int | None = None
     """Test samples to score, drawn once by the seed; unset: all."""
+    metric: str = ""
+    """Metric of the task that compares centers; empty: accuracy, or loss without accuracy."""
+    mode: str = "auto"
+    """Whether the higher or the lower value of the metric is better: max or min; auto: max for
+    accuracy, min for loss and perplexity."""
     batch_size: int = 128
     """Samples in one evaluation step; with many more, the activations no longer fit in the
     cache."""
@@ -127,3 +135,8 @@ class EvaluationConfig:
         every = self.every_samples
         require(every is None or every >= 1, "evaluation.every_samples", "1 or more", every)
         require(self.batch_size >= 1, "evaluation.batch_size", "1 or more", self.batch_size)
+        if self.mode not in _MODES:
+            raise UnknownNameError("evaluation.mode", self.mode, _MODES)
+        is_known = self.metric in ("", "accuracy", *LOWER_IS_BETTER)
+        rule = f"max or min, the better direction of {self.metric}"
+        require(is_known or self.mode != "auto", "evaluation.mode", rule, self.mode)

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
-from raydl.config import TrainingConfig
+from raydl.config import EvaluationConfig, TrainConfig
+from raydl.core.scores import metric_of, score_of
 from raydl.core.worker_group import Evaluated
 from raydl.errors import ConfigError, RaydlError
 
@@ -74,50 +75,46 @@ class StopAtAccuracy(Callback):
 class Patience(Callback):
     """Ends the run after some evaluations in a row without a better center (early stopping).
 
-    The score is the accuracy, or the loss of a task without accuracy. Any improvement counts.
+    Any improvement of the metric that compares centers counts.
 
     Args:
         num_evaluations: evaluations in a row that may be no better than the best, 1 or more.
+        evaluation: settings, which name the metric.
     """
 
-    def __init__(self, num_evaluations: int) -> None:
+    def __init__(self, num_evaluations: int, evaluation: EvaluationConfig | None = None) -> None:
         self.name = f"training.patience {num_evaluations}"
         """The setting, for ``result.json``."""
         self._num_evaluations = num_evaluations
-        self._best = -math.inf
+        self._evaluation = evaluation or EvaluationConfig()
+        self._best, self._best_value = -math.inf, math.nan
         self._num_worse = 0
 
     def evaluated(self, evaluated: Evaluated) -> str | None:
         """Return a reason if the last evaluations were no better."""
-        score = score_of(evaluated.metrics)
-        self._num_worse = 0 if score > self._best else self._num_worse + 1
-        self._best = max(self._best, score)
+        score = score_of(evaluated.metrics, self._evaluation)
+        metric = metric_of(evaluated.metrics, self._evaluation)
+        if score > self._best:
+            self._best, self._best_value = score, evaluated.metrics[metric]
+            self._num_worse = 0
+            return None
+        self._num_worse += 1
         if self._num_worse < self._num_evaluations:
             return None
         last = f"in the last {self._num_worse} evaluation{'s' if self._num_worse > 1 else ''}"
-        metric = "accuracy" if "accuracy" in evaluated.metrics else "loss"
         if self._best == -math.inf:
             return f"no finite {metric} {last}"
-        best = self._best if metric == "accuracy" else -self._best
-        return f"no better {metric} than {best:.4f} {last}"
+        return f"no better {metric} than {self._best_value:.4f} {last}"
 
 
-def score_of(metrics: Mapping[str, float]) -> float:
-    """Return the score that compares centers, higher is better: the accuracy, or minus the loss.
-
-    A missing value or NaN is worse than any number.
-    """
-    score = metrics["accuracy"] if "accuracy" in metrics else -metrics.get("loss", math.inf)
-    return -math.inf if math.isnan(score) else score
-
-
-def callbacks_of(training: TrainingConfig) -> list[StopAtAccuracy | Patience]:
+def callbacks_of(config: TrainConfig) -> list[StopAtAccuracy | Patience]:
     """Return the callbacks that the settings request."""
+    training = config.training
     callbacks: list[StopAtAccuracy | Patience] = []
     if training.stop_at_accuracy is not None:
         callbacks.append(StopAtAccuracy(training.stop_at_accuracy))
     if training.patience is not None:
-        callbacks.append(Patience(training.patience))
+        callbacks.append(Patience(training.patience, config.evaluation))
     return callbacks
 
 

@@ -155,7 +155,7 @@ class Controller:
         self._failure = RunFailure(config.elastic, self._log)
         self._policy = self._make_policy()
         self._curves = RecordForwarder(recorder, clock)
-        self._plateau = Plateau(config.optimizer, num_cuts=first_cuts)
+        self._plateau = Plateau(config.optimizer, num_cuts=first_cuts, evaluation=config.evaluation)
         self._listeners = Listeners(callbacks)
         self._refusals = Refusals()
         self._run: Generation | None = None  # the newest generation

@@ -9,8 +9,8 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from raydl.config import OptimizerConfig
-from raydl.core.callbacks import score_of
+from raydl.config import EvaluationConfig, OptimizerConfig
+from raydl.core.scores import metric_of, score_of
 
 
 class Plateau:
@@ -22,11 +22,19 @@ class Plateau:
     Args:
         config: the optimizer's settings. Only the schedule ``plateau`` cuts.
         num_cuts: cuts of earlier starts of the run. Their best score is not kept.
+        evaluation: settings, which name the metric that compares centers.
     """
 
-    def __init__(self, config: OptimizerConfig, *, num_cuts: int = 0) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        *,
+        num_cuts: int = 0,
+        evaluation: EvaluationConfig | None = None,
+    ) -> None:
         self.num_cuts = num_cuts
         self._config = config
+        self._evaluation = evaluation or EvaluationConfig()
         self._scheduler: ReduceLROnPlateau | None = None
         # Only with this schedule: torch's first optimizer in a process imports its compiler, 0.8 s.
         if config.lr_schedule == "plateau":
@@ -43,17 +51,17 @@ class Plateau:
     def note_score(self, metrics: Mapping[str, float]) -> str:
         """Record the metrics of the center; return a sentence if they cause a cut.
 
-        The score is the accuracy, or the loss if there is none. Any better score is an improvement.
+        Any better score is an improvement.
         """
         if self._scheduler is None:
             return ""
         rate = self._scheduler.optimizer.param_groups[0]
         rate["lr"] = 1.0  # torch stops cutting at a very small rate
-        self._scheduler.step(score_of(metrics))
+        self._scheduler.step(score_of(metrics, self._evaluation))
         if rate["lr"] == 1.0:
             return ""
         self.num_cuts += 1
-        name = "accuracy" if "accuracy" in metrics else "loss"
+        name = metric_of(metrics, self._evaluation)
         return (
             f"the center stopped improving at {name} {metrics.get(name, math.nan):.4f}: from the "
             f"next round on the learning rate is multiplied by {self._config.gamma:g}, cut number "

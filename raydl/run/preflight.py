@@ -24,8 +24,8 @@ from raydl.core.optimizers import check_for_model, no_gradient_text
 from raydl.core.saved_state import check_state
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
-from raydl.errors import ConfigError, DataError, ShapeError
-from raydl.tasks import ChecksOutput, Task, build_model, in_precision
+from raydl.errors import ConfigError, DataError, ShapeError, UnknownNameError
+from raydl.tasks import ChecksOutput, Derives, Task, build_model, in_precision
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
         raise ShapeError(task.name, f"does not accept {shape}: {error}") from error
     _check_names(task.name, names, model)
     _check_scores(config, scores)
+    _check_metric(config.evaluation.metric, task, scores, num_samples_of(batch))
     moved = flat.non_trainable.moved_parameters()
     flat.rebind()
     flat.weights.copy_(weights)
@@ -215,3 +216,17 @@ def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
             f"needs a task that measures accuracy, but this one measures {', '.join(scores)}; "
             f"omit it, or use training.patience",
         )
+
+
+def _check_metric(name: str, task: Task, sums: Mapping[str, float], num_samples: int) -> None:
+    """Raise an UnknownNameError unless the task measures the metric that compares centers."""
+    if not name:
+        return
+    scores = {metric: value / num_samples for metric, value in sums.items()}
+    if isinstance(task, Derives) and name not in scores:
+        try:
+            scores |= task.derived(scores)
+        except Exception:  # a user's task may need more than two samples
+            return
+    if name not in scores:
+        raise UnknownNameError("evaluation.metric", name, scores)

@@ -76,7 +76,7 @@ class Start:
         store = CheckpointStore(
             folder.storage, keep=config.checkpoint.num_to_keep, driver_epoch=epoch
         )
-        best = BestCenter(folder.storage, flat, driver_epoch=epoch)
+        best = BestCenter(folder.storage, flat, driver_epoch=epoch, evaluation=config.evaluation)
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.load_earlier(config)
@@ -160,7 +160,7 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> b
         num_steps=snapshot.progress.local_step,
         seconds=snapshot.progress.seconds,
     )
-    return is_reached or ended_by in [callback.name for callback in callbacks_of(config.training)]
+    return is_reached or ended_by in [callback.name for callback in callbacks_of(config)]
 
 
 def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> NoReturn:

@@ -391,7 +391,7 @@ class Trainer:
                 first_cuts=snapshot.num_cuts,
                 own_states=start.own_states,
                 faults=job.faults,
-                callbacks=(*callbacks_of(config.training), *self.callbacks),
+                callbacks=(*callbacks_of(config), *self.callbacks),
             )
             recorder.follow(controller)
             run_to_end(

@@ -126,7 +126,7 @@ class Evaluator:
 
         Only then the center is sent. The driver, which knows the scores of earlier starts, decides.
         """
-        score = score_of(metrics)
+        score = score_of(metrics, self._job.config.evaluation)
         if not self._job.config.checkpoint.keep_best or score <= self._best:
             return False
         self._best = score

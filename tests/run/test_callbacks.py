@@ -16,10 +16,17 @@ import raydl
 from raydl import cli
 from raydl.checkpoint.best import FILE
 from raydl.checkpoint.store import CheckpointStore
-from raydl.config import CheckpointConfig, MethodConfig, OptimizerConfig, TrainingConfig
-from raydl.core.callbacks import Listeners, Patience, StopAtAccuracy, score_of
+from raydl.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    MethodConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from raydl.core.callbacks import Listeners, Patience, StopAtAccuracy
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
+from raydl.core.scores import score_of
 from raydl.core.worker_group import Evaluated, Lost, Published
 from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, RaydlError
@@ -258,7 +265,7 @@ class Scripted(Classification):
         return values
 
 
-def trainer(run_dir, *scores, callbacks=(), resume=False, epochs=3, **settings):
+def trainer(run_dir, *scores, callbacks=(), resume=False, epochs=3, evaluation=None, **settings):
     return Trainer(
         Scripted(*scores) if scores else "mlp",
         "synthetic:96",
@@ -267,6 +274,7 @@ def trainer(run_dir, *scores, callbacks=(), resume=False, epochs=3, **settings):
         scaling=raydl.ScalingConfig(num_workers=0),
         run=raydl.RunConfig(run_dir=str(run_dir), progress="none", resume=resume),
         checkpoint=CheckpointConfig(every_s=None, every_epochs=1, num_to_keep=9, keep_best=True),
+        evaluation=evaluation or EvaluationConfig(),
         callbacks=callbacks,
     )
 
@@ -376,6 +384,37 @@ def test_a_task_without_accuracy_can_not_stop_at_one(tmp_path):
     refused.task = LossAlone("mlp")
     with pytest.raises(ConfigError, match=r"needs a task that measures accuracy, .* measures loss"):
         refused.fit()
+    assert not (tmp_path / "run").exists()
+
+
+class F1(Classification):
+    """Classification that also measures F1 of class 0, which follows from the means of others."""
+
+    def metrics(self, model, batch):
+        inputs, labels = batch
+        predicted = model(inputs).argmax(1)
+        hits = ((predicted == 0) & (labels == 0)).sum()
+        both = (predicted == 0).sum() + (labels == 0).sum()
+        return {**super().metrics(model, batch), "hits": hits, "both": both}
+
+    def derived(self, means):
+        return {"f1": 2 * means["hits"] / max(means["both"], 1e-9)}
+
+
+def by_metric(folder, metric):
+    run = trainer(folder, evaluation=EvaluationConfig(metric=metric, mode="max"))
+    run.task = F1("mlp")
+    return run
+
+
+def test_the_best_center_of_a_run_is_that_of_a_metric_of_the_users_task(tmp_path):
+    metrics = by_metric(tmp_path / "run", "f1").fit().metrics
+    assert metrics["best"]["f1"] == max(one["f1"] for one in metrics["evaluations"])
+
+
+def test_a_metric_that_the_task_does_not_measure_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"evaluation.metric has no 'f2'; did you mean f1\?"):
+        by_metric(tmp_path / "run", "f2").fit()
     assert not (tmp_path / "run").exists()
 
 
