@@ -45,6 +45,9 @@ class _SubmitOptions:
     pip: Flag = False
     """Let Ray install missing requirements of raydl on the cluster; else the cluster must have
     them."""
+    runtime_env: str | None = None
+    """YAML or JSON file with more of the job's runtime environment, as for ray job submit: pip,
+    env_vars. Everybody who can see the cluster's jobs can read it."""
     python: str = "python"
     """Python that starts the driver on the cluster."""
     stop_grace_s: int = 60
@@ -167,6 +170,8 @@ def _check_size(folder: str, uploaded: Mapping[Path, int]) -> None:
 
 
 def _connect(options: _SubmitOptions) -> RayJobs:
+    path = options.runtime_env
+    users = None if path is None else submission.read_runtime_env(path)
     address = ray_session.prepare_client(options.address)
     from raydl.ray_backend.job_client import RayJobs  # imports Ray
 
@@ -183,6 +188,7 @@ def _connect(options: _SubmitOptions) -> RayJobs:
         requirements=packages,
         stop_grace_s=options.stop_grace_s,
         submission=uuid.uuid4().hex,
+        users=users,
     )
     return RayJobs(address, environment)
 

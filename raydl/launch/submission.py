@@ -13,7 +13,7 @@ import re
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -223,6 +223,55 @@ def _code_in(here: Path, name: str) -> list[Path]:
     return [file] if file.exists() else [path] if path.is_dir() else []
 
 
+def read_runtime_env(path: str) -> dict[str, Any]:
+    """Return the user's part of a job's runtime environment, with ``pip`` as a dict if present.
+
+    Args:
+        path: a YAML or JSON file, as for ``ray job submit --runtime-env``.
+
+    Raises:
+        ConfigError: it cannot be read, is not a mapping, has a working folder, or a URI with
+            credentials.
+    """
+    import yaml  # not at the top: only a job with such a file needs it
+
+    setting = "submit.runtime_env"
+    try:
+        env = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(setting, f"{path} is no YAML or JSON: {problem}") from error
+    if not isinstance(env, dict):
+        raise ConfigError(setting, f"{path} must have fields by name, as in pip: [transformers]")
+    if "working_dir" in env:
+        raise ConfigError(setting, f"{path} has a working_dir; pass it as --working-dir")
+    _check_variables(env.get("env_vars", {}), path)
+    if "pip" in env:
+        pip = {"packages": env["pip"]} if isinstance(env["pip"], list) else env["pip"]
+        if not isinstance(pip, dict) or not isinstance(pip.get("packages"), list):
+            raise ConfigError(setting, f"{path} must list packages, as in pip: [transformers]")
+        env["pip"] = pip
+    return env
+
+
+def _check_variables(variables: Any, path: str) -> None:
+    """Raise a ConfigError unless these are environment variables that everybody may see."""
+    setting = "submit.runtime_env"
+    if not isinstance(variables, dict):
+        raise ConfigError(setting, f'{path} must have env_vars by name, as in env_vars: {{A: "1"}}')
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            raise ConfigError(setting, f'{path} must have a text for {name}, as in {name}: "1"')
+    if has_credentials(list(variables.values())):
+        raise ConfigError(
+            setting,
+            f"{path} has a URI with credentials, and Ray's dashboard shows the environment "
+            "variables of a job; set them where the cluster's nodes run ray start",
+        )
+
+
 def make_runtime_env(
     *,
     package: Path,
@@ -230,6 +279,7 @@ def make_runtime_env(
     requirements: Sequence[str],
     stop_grace_s: int,
     submission: str,
+    users: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the Ray runtime environment of a run's job.
 
@@ -239,24 +289,29 @@ def make_runtime_env(
         requirements: packages that Ray installs on every node before the job.
         stop_grace_s: seconds that ``ray job stop`` waits for the last checkpoint.
         submission: an id that all attempts of this run share, and no other job has.
+        users: the user's part, as ``read_runtime_env`` returns it.
     """
     from raydl.run.folder import SUBMISSION  # imports PyArrow
 
+    users = users or {}
     env: dict[str, Any] = {
-        "py_modules": [str(package)],
-        "excludes": list(EXCLUDES),
+        **users,
+        "py_modules": [str(package), *users.get("py_modules", [])],
+        "excludes": [*EXCLUDES, *users.get("excludes", [])],
         "env_vars": {
             # For the job's supervisor, which runs in this environment. Ray's default is 3 s.
             "RAY_JOB_STOP_WAIT_TIME_S": str(stop_grace_s),
             # Keeps the autoscaler's messages out of the run's log; ray status shows them.
             "RAY_SCHEDULER_EVENTS": "0",
+            **users.get("env_vars", {}),
             SUBMISSION: submission,
         },
     }
     if working_dir is not None:
         env["working_dir"] = working_dir
     if requirements:
-        env["pip"] = list(requirements)
+        pip = users.get("pip", {})
+        env["pip"] = {**pip, "packages": [*requirements, *pip.get("packages", [])]}
     return env
 
 

@@ -84,7 +84,7 @@ class RayJobs:
             return ""
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
             if _code(error) in _NOT_READY or _NO_AGENT in str(error):
                 return _refusal(error)
             raise RaydlError(f"the cluster rejected the job: {_refusal(error)}") from error

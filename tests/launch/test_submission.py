@@ -16,6 +16,7 @@ from raydl.launch.submission import (
     check_what_travels,
     make_runtime_env,
     plan_run,
+    read_runtime_env,
     without_ray,
 )
 from raydl.ray_backend import session as ray_session
@@ -178,7 +179,65 @@ def test_the_job_brings_raydl_itself_and_time_for_its_last_checkpoint():
         stop_grace_s=60,
         submission="s1",
     )
-    assert (env["working_dir"], env["pip"]) == (".", ["tyro"])
+    assert (env["working_dir"], env["pip"]) == (".", {"packages": ["tyro"]})
+
+
+def test_the_users_file_adds_packages_and_variables_to_the_jobs_environment(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("pip: [transformers]\nenv_vars: {HF_HUB_OFFLINE: '1'}\npy_modules: [mine]\n")
+    env = make_runtime_env(
+        package=Path("/here/raydl"),
+        working_dir=None,
+        requirements=["tyro"],
+        stop_grace_s=60,
+        submission="s1",
+        users=read_runtime_env(str(path)),
+    )
+    assert env["pip"] == {"packages": ["tyro", "transformers"]}
+    assert env["py_modules"] == ["/here/raydl", "mine"]
+    assert env["env_vars"]["HF_HUB_OFFLINE"] == "1"
+    assert env["env_vars"]["RAYDL_SUBMISSION"] == "s1"
+
+
+def test_the_users_packages_are_installed_without_those_of_raydl_too(tmp_path):
+    path = tmp_path / "job.json"
+    path.write_text('{"pip": {"packages": ["transformers"], "pip_check": false}}')
+    env = make_runtime_env(
+        package=Path("/here/raydl"),
+        working_dir=None,
+        requirements=(),
+        stop_grace_s=60,
+        submission="s1",
+        users=read_runtime_env(str(path)),
+    )
+    assert env["pip"] == {"packages": ["transformers"], "pip_check": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("pip: [", "is no YAML or JSON"),
+        ("- pip", "must have fields by name"),
+        ("working_dir: .", "has a working_dir; pass it as --working-dir"),
+        ("pip: requirements.txt", "must list packages, as in pip: [transformers]"),
+        ("pip: {pip_check: true}", "must list packages"),
+        ("env_vars: [A=1]", "must have env_vars by name"),
+        ("env_vars: {A: 1}", 'must have a text for A, as in A: "1"'),
+        ("env_vars: {URI: 's3://key:secret@bucket'}", "has a URI with credentials"),
+    ],
+)
+def test_an_environment_that_a_job_cannot_have_is_refused(tmp_path, capsys, text, sentence):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    error = error_of(capsys, "--runtime-env", str(path), "--", "--data", "digits")
+    assert error.startswith(f"submit.runtime_env {path} ")
+    assert sentence in error
+    assert "secret" not in error
+
+
+def test_an_environment_that_is_not_there_is_refused(tmp_path, capsys):
+    error = error_of(capsys, "--runtime-env", str(tmp_path / "none"), "--", "--data", "digits")
+    assert error.endswith("cannot be read: No such file or directory")
 
 
 def test_ray_itself_and_extras_are_not_installed_for_a_job():
