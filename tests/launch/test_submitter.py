@@ -1,4 +1,4 @@
-"""A submitted job is followed to its end, and sent again if its driver was lost."""
+"""A submitted job is followed to its end, and resubmitted if its driver is lost."""
 
 import pytest
 
@@ -13,7 +13,7 @@ RUNNING = JobState("RUNNING")
 KILLED = JobState("FAILED", -9)
 
 
-# what an end means
+# a job's fate, from its state
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_a_driver_that_could_not_be_placed_is_lost_with_the_reason_that_ray_give
     assert judge(state)[2].endswith("(JOB_SUPERVISOR_ACTOR_START_TIMEOUT: not within 900 s)")
 
 
-# doing it
+# following and resubmitting
 
 
 class FakeJobs:
-    """A cluster that tells one state after another; the log grows by a line with each look."""
+    """A cluster whose job takes the given states; each look adds a line to its log."""
 
     def __init__(self, *states, refusals=0, why=""):
         self.states = iter(states)
@@ -82,15 +82,15 @@ class FakeJobs:
         return "".join(f"line {i}\n" for i in range(self.num_looks))
 
 
-class Told:
-    """A submitter with a clock that moves only when it sleeps."""
+class SubmitterHarness:
+    """A submitter whose output is kept and whose clock moves only when it sleeps."""
 
     def __init__(self, jobs, **settings):
-        self.said, self.written, self.now = [], [], 0.0
+        self.messages, self.written, self.now = [], [], 0.0
         self.submitter = Submitter(
             jobs,
             PLAN,
-            say=self.said.append,
+            say=self.messages.append,
             write=self.written.append,
             clock=lambda: self.now,
             sleep=self.sleep,
@@ -102,46 +102,46 @@ class Told:
 
 
 def test_the_log_is_written_once_and_to_its_end():
-    told = Told(FakeJobs(RUNNING, RUNNING, DONE))
-    assert told.submitter.run() == 0
-    assert "".join(told.written) == "line 0\nline 1\nline 2\n"
-    assert told.said[-1].endswith(": done")
+    harness = SubmitterHarness(FakeJobs(RUNNING, RUNNING, DONE))
+    assert harness.submitter.run() == 0
+    assert "".join(harness.written) == "line 0\nline 1\nline 2\n"
+    assert harness.messages[-1].endswith(": done")
 
 
 def test_a_lost_driver_is_resubmitted_and_each_loss_is_one_line():
     jobs = FakeJobs(RUNNING, KILLED, JobState(UNKNOWN), RUNNING, DONE)
-    told = Told(jobs, retries=3)
-    assert told.submitter.run() == 0
+    harness = SubmitterHarness(jobs, retries=3)
+    assert harness.submitter.run() == 0
     assert [c.split()[3] for c in jobs.commands] == [
         "raydl",
         "raydl.cli.resume_job",
         "raydl.cli.resume_job",
     ]
-    assert sum("resubmitting it" in line for line in told.said) == 2
-    assert "the driver was killed (SIGKILL)" in told.said[1]
-    assert "retries left: 2" in told.said[1]
+    assert sum("resubmitting it" in line for line in harness.messages) == 2
+    assert "the driver was killed (SIGKILL)" in harness.messages[1]
+    assert "retries left: 2" in harness.messages[1]
 
 
 def test_retries_are_bounded_and_the_last_message_says_how_to_resume():
     jobs = FakeJobs(KILLED, KILLED, KILLED)
-    told = Told(jobs, retries=1)
-    assert told.submitter.run() == 1
+    harness = SubmitterHarness(jobs, retries=1)
+    assert harness.submitter.run() == 1
     assert len(jobs.commands) == 2
-    assert "to resume: the same command with --run-name digits and --resume" in told.said[-1]
+    assert "to resume: the same command with --run-name digits and --resume" in harness.messages[-1]
 
 
 @pytest.mark.parametrize("status", [2, 1, 143])
 def test_a_mistake_a_failure_and_a_stop_are_not_retried(status):
     jobs = FakeJobs(JobState("FAILED", status))
-    assert Told(jobs, retries=5).submitter.run() == status
+    assert SubmitterHarness(jobs, retries=5).submitter.run() == status
     assert len(jobs.commands) == 1
 
 
 def test_a_cluster_that_does_not_answer_for_some_time_is_awaited():
     silent = [JobState(SILENT)] * 20
-    told = Told(FakeJobs(RUNNING, *silent, DONE, refusals=7), wait_s=30.0)
-    assert told.submitter.run() == 0
-    assert sum("does not answer" in line for line in told.said) == 2
+    harness = SubmitterHarness(FakeJobs(RUNNING, *silent, DONE, refusals=7), wait_s=30.0)
+    assert harness.submitter.run() == 0
+    assert sum("does not answer" in line for line in harness.messages) == 2
 
 
 @pytest.mark.parametrize(
@@ -150,19 +150,19 @@ def test_a_cluster_that_does_not_answer_for_some_time_is_awaited():
     ids=["at submission", "while it follows"],
 )
 def test_a_cluster_that_stays_silent_is_given_up_in_bounded_time(jobs):
-    told = Told(jobs, wait_s=30.0)
+    harness = SubmitterHarness(jobs, wait_s=30.0)
     with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or continue"):
-        told.submitter.run()
-    assert 30 < told.now < 40
+        harness.submitter.run()
+    assert 30 < harness.now < 40
 
 
 def test_the_error_of_a_silent_cluster_names_the_command_to_continue_with():
-    told = Told(FakeJobs(refusals=10**6), wait_s=1.0)
+    harness = SubmitterHarness(FakeJobs(refusals=10**6), wait_s=1.0)
     with pytest.raises(RaydlError, match=r"once it is back: the same command$"):
-        told.submitter.run()
-    told = Told(FakeJobs(*[JobState(SILENT)] * 9), wait_s=1.0)
+        harness.submitter.run()
+    harness = SubmitterHarness(FakeJobs(*[JobState(SILENT)] * 9), wait_s=1.0)
     with pytest.raises(RaydlError, match=r"once it is back: raydl submit --follow digits-\w{6}$"):
-        told.submitter.run()
+        harness.submitter.run()
 
 
 NOT_READY = JobState(SILENT, message="no agent")
@@ -174,38 +174,40 @@ NOT_READY = JobState(SILENT, message="no agent")
     ids=["at submission", "while it follows"],
 )
 def test_a_cluster_that_answers_and_is_not_ready_is_given_up_with_its_own_reason(jobs):
-    told = Told(jobs, wait_s=30.0)
+    harness = SubmitterHarness(jobs, wait_s=30.0)
     with pytest.raises(RaydlError, match=r"was not ready for 30 s: no agent; .* once it is ready"):
-        told.submitter.run()
-    assert told.said[-1] == "the cluster is not ready: no agent; waiting up to 30 s"
+        harness.submitter.run()
+    assert harness.messages[-1] == "the cluster is not ready: no agent; waiting up to 30 s"
 
 
 def test_the_error_has_the_last_of_all_reasons():
-    told = Told(FakeJobs(RUNNING, *[JobState(SILENT)] * 9, *[NOT_READY] * 99), wait_s=30.0)
+    harness = SubmitterHarness(
+        FakeJobs(RUNNING, *[JobState(SILENT)] * 9, *[NOT_READY] * 99), wait_s=30.0
+    )
     with pytest.raises(RaydlError, match="was not ready for 30 s: no agent"):
-        told.submitter.run()
-    assert told.said[-1] == "the cluster does not answer; waiting up to 30 s"
+        harness.submitter.run()
+    assert harness.messages[-1] == "the cluster does not answer; waiting up to 30 s"
 
 
 def test_the_id_of_a_job_is_plain_ascii():
-    told = Told(FakeJobs(DONE))
-    told.submitter.plan = Plan("zählen", "/runs/zählen", "")
-    told.submitter.run()
-    assert told.said[0].startswith("z.hlen-")
+    harness = SubmitterHarness(FakeJobs(DONE))
+    harness.submitter.plan = Plan("zählen", "/runs/zählen", "")
+    harness.submitter.run()
+    assert harness.messages[0].startswith("z.hlen-")
 
 
 def test_following_only_ends_like_the_job_and_refuses_an_unknown_job():
-    assert Told(FakeJobs(RUNNING, KILLED)).submitter.follow_only("x") == 1
+    assert SubmitterHarness(FakeJobs(RUNNING, KILLED)).submitter.follow_only("x") == 1
     with pytest.raises(RaydlError, match="the cluster has no job x"):
-        Told(FakeJobs(JobState(UNKNOWN))).submitter.follow_only("x")
+        SubmitterHarness(FakeJobs(JobState(UNKNOWN))).submitter.follow_only("x")
 
 
 def test_a_long_log_is_polled_less_often():
     jobs = FakeJobs(RUNNING, DONE)
     jobs.log = lambda job_id: "x" * 8_000_000
-    told = Told(jobs)
-    told.submitter.run()
-    assert told.now == 8.0
+    harness = SubmitterHarness(jobs)
+    harness.submitter.run()
+    assert harness.now == 8.0
 
 
 def test_ctrl_c_ends_the_following_and_not_the_job(capsys):

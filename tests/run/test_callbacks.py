@@ -1,4 +1,4 @@
-"""A run ends when callbacks ask for it; yours are called once."""
+"""A callback may request the end of a run; a user's callbacks are called once per score."""
 
 import dataclasses
 import json
@@ -42,58 +42,58 @@ def loss(value):
     return Evaluated(Progress(round=1, num_samples=10), {"loss": value})
 
 
-def answers(callback, *scores):
+def reasons_of(callback, *scores):
     return [callback.evaluated(score) for score in scores]
 
 
-class Notes(raydl.Callback):
-    """Notes what it hears, and answers what it is given."""
+class RecordingCallback(raydl.Callback):
+    """Keeps the scores that it receives, and returns the given reasons one by one."""
 
-    def __init__(self, *answers):
-        self.heard, self.figures, self.answers = [], [], list(answers)
+    def __init__(self, *reasons):
+        self.scores, self.figures, self.reasons = [], [], list(reasons)
 
     def evaluated(self, evaluated):
-        self.heard.append(evaluated)
-        return self.answers.pop(0) if self.answers else None
+        self.scores.append(evaluated)
+        return self.reasons.pop(0) if self.reasons else None
 
     def ended(self, figures):
         self.figures.append(figures)
 
 
-# the two that settings ask for
+# the callbacks that settings add
 
 
 def test_stop_at_accuracy_names_the_reached_accuracy():
     stop = StopAtAccuracy(0.9)
-    assert answers(stop, accuracy(0.8), accuracy(0.9)) == [None, "reached accuracy 0.9000"]
-    assert answers(stop, loss(0.1)) == [None]
+    assert reasons_of(stop, accuracy(0.8), accuracy(0.9)) == [None, "reached accuracy 0.9000"]
+    assert reasons_of(stop, loss(0.1)) == [None]
 
 
 def test_patience_counts_evaluations_in_a_row_and_a_better_one_begins_anew():
     scores = [0.5, 0.5, 0.4, 0.6, 0.6, 0.5, 0.55, 0.7]
-    said = answers(Patience(3), *map(accuracy, scores))
-    assert said[:6] == [None] * 6
-    assert said[6] == "no better accuracy than 0.6000 in the last 3 evaluations"
-    assert said[7] is None
+    reasons = reasons_of(Patience(3), *map(accuracy, scores))
+    assert reasons[:6] == [None] * 6
+    assert reasons[6] == "no better accuracy than 0.6000 in the last 3 evaluations"
+    assert reasons[7] is None
 
 
 def test_patience_uses_the_loss_if_the_task_measures_no_accuracy():
-    said = answers(Patience(1), loss(2.0), loss(1.0), loss(1.5))
-    assert said == [None, None, "no better loss than 1.0000 in the last 1 evaluation"]
-    said = answers(Patience(1), loss(-2.0), loss(-1.5))
-    assert said == [None, "no better loss than -2.0000 in the last 1 evaluation"]
+    reasons = reasons_of(Patience(1), loss(2.0), loss(1.0), loss(1.5))
+    assert reasons == [None, None, "no better loss than 1.0000 in the last 1 evaluation"]
+    reasons = reasons_of(Patience(1), loss(-2.0), loss(-1.5))
+    assert reasons == [None, "no better loss than -2.0000 in the last 1 evaluation"]
 
 
-def test_patience_with_an_invalid_number_is_an_error():
-    said = answers(Patience(2), loss(math.nan), accuracy(math.nan))
-    assert said == [None, "no finite accuracy in the last 2 evaluations"]
+def test_patience_counts_scores_that_are_not_finite():
+    reasons = reasons_of(Patience(2), loss(math.nan), accuracy(math.nan))
+    assert reasons == [None, "no finite accuracy in the last 2 evaluations"]
 
 
 def test_a_score_that_is_no_number_is_worse_than_any():
     assert score_of({"accuracy": math.nan}) == score_of({"loss": math.nan}) == score_of({})
     assert score_of({"loss": 1e9}) > score_of({"loss": math.nan})
-    said = answers(Patience(2), accuracy(0.1), accuracy(math.nan), accuracy(math.nan))
-    assert [bool(sentence) for sentence in said] == [False, False, True]
+    reasons = reasons_of(Patience(2), accuracy(0.1), accuracy(math.nan), accuracy(math.nan))
+    assert [bool(sentence) for sentence in reasons] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_score_that_is_no_number_is_worse_than_any():
         ({"stop_at_accuracy": 1.0, "deterministic": True}, "stop_at_accuracy depends on the clock"),
     ],
 )
-def test_settings_that_can_not_be_kept_are_refused(settings, sentence):
+def test_invalid_settings_of_callbacks_are_refused(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         TrainingConfig(**settings)
 
@@ -114,28 +114,31 @@ def test_settings_that_can_not_be_kept_are_refused(settings, sentence):
 
 
 def test_every_callback_receives_each_score_without_weights_and_the_first_reason_stays():
-    first, second = Notes(None, True), Notes(None, "too late", "much too late")
+    first, second = (
+        RecordingCallback(None, True),
+        RecordingCallback(None, "too late", "much too late"),
+    )
     stage = Stage(callbacks=[first, second]).start()
     empty = np.empty(0, np.float32)
     for round in (1, 2, 3):
         stage.step(accuracy(0.5, round, weights=empty, buffers=empty))
-    for notes in (first, second):
-        assert [score.progress.round for score in notes.heard] == [1, 2, 3]
-        assert all(score.weights is None for score in notes.heard)
-    name = f"{__name__}:Notes"
+    for callback in (first, second):
+        assert [score.progress.round for score in callback.scores] == [1, 2, 3]
+        assert all(score.weights is None for score in callback.scores)
+    name = f"{__name__}:RecordingCallback"
     assert stage.said[-1].startswith(
         f"{name} requested the end of the run: stopping after this round"
     )
 
 
 @BOTH
-def test_a_run_that_a_callback_ends_is_voted_to_its_end_scored_and_finished(is_sync):
+def test_a_run_that_a_callback_ends_is_stopped_by_a_vote_scored_and_finished(is_sync):
     stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
     assert stage.step(scored(1)) == [("vote", "stop")]
     assert stage.step(scored(2)) == []
     stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
-    told = [*stage.step(Published((0, 3))), *stage.step()]
-    assert {("collect", 3, ("w0", "w1")), ("evaluate", 3)} <= set(told)
+    calls = [*stage.step(Published((0, 3))), *stage.step()]
+    assert {("collect", 3, ("w0", "w1")), ("evaluate", 3)} <= set(calls)
     stage.step(collected(3))
     assert stage.state is State.FINISHING, "the last center has no score yet"
     stage.step(scored(3))
@@ -167,11 +170,11 @@ def test_a_run_that_finished_was_ended_by_no_callback(is_sync):
     assert (stage.state, stage.controller.ended_by) == (State.DONE, "")
 
 
-def test_a_worker_lost_on_the_way_to_the_end_delays_it_by_no_generation():
+def test_a_worker_lost_while_the_run_ends_causes_no_new_generation():
     stage = Stage((1, 2), callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
     stage.step(Lost("w1", "the actor died"))
-    told = stage.step(*stage.end("broken", 4, "w0"), Published((0, 4)))
-    assert told + stage.steps(2) == [("evaluate", 4), ("collect", 4, ("w0",))]
+    calls = stage.step(*stage.end("broken", 4, "w0"), Published((0, 4)))
+    assert calls + stage.steps(2) == [("evaluate", 4), ("collect", 4, ("w0",))]
     assert stage.state is State.FINISHING
     stage.step(collected(4, "w0"), scored(4), report("w0", 4))
     assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.FINISHED)
@@ -180,9 +183,9 @@ def test_a_worker_lost_on_the_way_to_the_end_delays_it_by_no_generation():
 
 def test_an_object_that_is_no_callback_is_refused_at_once():
     with pytest.raises(
-        ConfigError, match=r"callbacks must be objects .* got Notes; derive it from"
+        ConfigError, match=r"callbacks must be objects .* got RecordingCallback; derive it from"
     ):
-        Trainer(callbacks=[Notes])
+        Trainer(callbacks=[RecordingCallback])
     with pytest.raises(ConfigError, match="got function"):
         Trainer(callbacks=[lambda score: True])
 
@@ -192,8 +195,10 @@ def test_callbacks_are_a_list_without_coroutines():
         async def evaluated(self, evaluated):
             return None
 
-    with pytest.raises(ConfigError, match="callbacks must be a list, got a Notes; put it in brac"):
-        Trainer(callbacks=Notes())
+    with pytest.raises(
+        ConfigError, match="callbacks must be a list, got a RecordingCallback; put it in brac"
+    ):
+        Trainer(callbacks=RecordingCallback())
     with pytest.raises(
         ConfigError, match="callbacks must not have async methods, got Waits; remove"
     ):
@@ -201,19 +206,19 @@ def test_callbacks_are_a_list_without_coroutines():
 
 
 def test_a_callback_that_changes_its_metrics_changes_nothing_else():
-    class Tidies(Notes):
+    class Tidies(RecordingCallback):
         def evaluated(self, evaluated):
             super().evaluated(evaluated)
             evaluated.metrics.clear()
 
-    first, second = Tidies(), Notes()
+    first, second = Tidies(), RecordingCallback()
     stage = Stage(callbacks=[first, second]).start().after(Published((0, 1)))
     stage.step(accuracy(0.5))
-    assert second.heard[0].metrics == stage.recorder.scores[0].metrics == {"accuracy": 0.5}
+    assert second.scores[0].metrics == stage.recorder.scores[0].metrics == {"accuracy": 0.5}
 
 
 def test_a_callback_that_exits_is_logged_as_a_callback_and_not_as_a_signal():
-    class Exits(Notes):
+    class Exits(RecordingCallback):
         def evaluated(self, evaluated):
             sys.exit("good enough")
 
@@ -250,7 +255,7 @@ def test_without_callbacks_the_end_is_not_requested():
 
 
 class Scripted(Classification):
-    """A task whose scores on the test set are written beforehand."""
+    """A task with given scores on the test set."""
 
     def __init__(self, *scores):
         super().__init__("mlp")
@@ -297,12 +302,12 @@ def test_the_best_of_a_run_survives_its_resumption_and_is_the_center_of_its_roun
     assert result.metrics["best"] == result.metrics["evaluations"][-1]
 
 
-class Dies(Notes):
-    """Ends the process, so to say, at the third score."""
+class Dies(RecordingCallback):
+    """Raises KeyboardInterrupt at the third score, as if the process ended."""
 
     def evaluated(self, evaluated):
         super().evaluated(evaluated)
-        if len(self.heard) == 3:
+        if len(self.scores) == 3:
             raise KeyboardInterrupt
 
 
@@ -321,36 +326,36 @@ def test_the_best_of_a_start_that_died_before_its_first_checkpoint_is_not_forgot
 
 
 def test_a_users_callback_receives_each_evaluation_once_and_the_end(tmp_path):
-    notes = Notes()
-    result = trainer(tmp_path / "run", callbacks=[notes]).fit()
-    heard = [
+    callback = RecordingCallback()
+    result = trainer(tmp_path / "run", callbacks=[callback]).fit()
+    evaluations = [
         {"round": at.round, "samples": at.num_samples, "seconds": at.seconds, **metrics}
-        for at, metrics in ((e.progress, e.metrics) for e in notes.heard)
+        for at, metrics in ((e.progress, e.metrics) for e in callback.scores)
     ]
-    assert heard == result.metrics["evaluations"]
-    assert [e.progress.epoch for e in notes.heard] == [1, 2, 3]
-    assert notes.figures == [result.metrics]
+    assert evaluations == result.metrics["evaluations"]
+    assert [e.progress.epoch for e in callback.scores] == [1, 2, 3]
+    assert callback.figures == [result.metrics]
 
 
-def test_a_callback_of_ones_own_ends_the_run_and_it_can_be_resumed(tmp_path):
+def test_a_custom_callback_ends_the_run_which_can_be_resumed(tmp_path):
     run = tmp_path / "run"
-    result = trainer(run, callbacks=[Notes("enough")], epochs=50).fit()
+    result = trainer(run, callbacks=[RecordingCallback("enough")], epochs=50).fit()
     assert (result.stopped_by, result.metrics["ended_because"]) == ("", "enough")
-    assert result.metrics["ended_by"] == f"{__name__}:Notes"
+    assert result.metrics["ended_by"] == f"{__name__}:RecordingCallback"
     assert read_status(str(run)).state == "finished: enough"
     assert (run / "center.safetensors").exists()
     before = result.metrics["samples"]
     assert before < 50 * 96
-    result = trainer(run, callbacks=[Notes("enough")], epochs=50, resume=True).fit()
+    result = trainer(run, callbacks=[RecordingCallback("enough")], epochs=50, resume=True).fit()
     assert before < result.metrics["samples"] < 50 * 96
 
 
-class Broken(Notes):
+class Broken(RecordingCallback):
     """Raises at the second score."""
 
     def evaluated(self, evaluated):
         super().evaluated(evaluated)
-        if len(self.heard) == 2:
+        if len(self.scores) == 2:
             raise ZeroDivisionError("in the user's own line")
 
 
@@ -366,7 +371,7 @@ def test_an_exception_in_a_callback_ends_the_run_with_its_own_traceback(tmp_path
     assert read_status(str(tmp_path / "run")).state.startswith("failed: ZeroDivisionError")
 
 
-def test_patience_ends_a_run_that_does_not_get_better(tmp_path):
+def test_patience_ends_a_run_that_does_not_improve(tmp_path):
     scores = [0.5, 0.6, 0.6, 0.55, *[0.1] * 9]
     result = trainer(tmp_path / "run", *scores, epochs=50, patience=2).fit()
     assert result.metrics["ended_by"] == "training.patience 2"
@@ -375,7 +380,7 @@ def test_patience_ends_a_run_that_does_not_get_better(tmp_path):
     assert result.metrics["best"]["accuracy"] == pytest.approx(0.6)
 
 
-def test_a_task_without_accuracy_can_not_stop_at_one(tmp_path):
+def test_stop_at_accuracy_needs_a_task_that_measures_accuracy(tmp_path):
     class LossAlone(Classification):
         def metrics(self, model, batch):
             return {"loss": super().metrics(model, batch)["loss"]}
@@ -467,7 +472,7 @@ def test_a_run_that_reaches_its_accuracy_reports_success(tmp_path, capsys, metho
     assert json.loads((run / "result.json").read_text())["samples"] == 8 * 960
 
 
-def test_without_keep_best_there_is_none_to_evaluate(tmp_path, capsys):
+def test_evaluate_best_without_keep_best_is_refused(tmp_path, capsys):
     assert train(tmp_path / "run", "--epochs", "1") == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["best"] is None
     assert cli.main(["evaluate", str(tmp_path / "run"), "--best"]) == 2

@@ -47,7 +47,7 @@ def fast(monkeypatch):
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now = 0.0
@@ -57,7 +57,7 @@ class Clock:
 
 
 class BrokenStorage(Storage):
-    """A folder that is out of reach while ``is_broken``, and may be slow."""
+    """A storage that fails while ``is_broken``, and waits at its gate, if it has one."""
 
     is_broken = False
     gate = None
@@ -89,7 +89,7 @@ def wait_for(condition):
         if found:
             return found
         time.sleep(0.001)
-    raise AssertionError("it did not come true within 30 s")
+    raise AssertionError("the condition did not hold within 30 s")
 
 
 def status_in(folder):
@@ -100,8 +100,8 @@ def status_in(folder):
         return None
 
 
-def ask(folder, request_id, *, driver, worker_id="w1"):
-    """Write a request as request_removal does."""
+def write_request(folder, request_id, *, driver, worker_id="w1"):
+    """Write a request, as ``request_removal`` does."""
     request = json.dumps({"driver": driver, "remove": worker_id}).encode()
     Storage(str(folder)).write_bytes(f"requests/{request_id}/request.json", request)
 
@@ -112,7 +112,7 @@ def answer_to(folder, request_id):
 
 
 def age(folder, seconds):
-    """Make the status in the folder older."""
+    """Make the status in a folder older by some seconds."""
     values = json.loads((folder / "status.json").read_text())
     values["told_at"] -= seconds
     Storage(str(folder)).write_bytes("status.json", json.dumps(values).encode())
@@ -131,8 +131,8 @@ def channel(tmp_path, clock):
 
 
 @contextmanager
-def driver(channel, clock, *, says="{} leaves after this round", ok=True):
-    """A driver's loop in a thread: a second passes with every step."""
+def driver(channel, clock, *, answer="{} leaves after this round", ok=True):
+    """Run a driver's loop in a thread, with a second of the clock between two steps."""
     is_over = threading.Event()
     removed = []
 
@@ -142,7 +142,7 @@ def driver(channel, clock, *, says="{} leaves after this round", ok=True):
             channel.report(TRAINING)
             for request in channel.pop_requests():
                 removed.append(request.worker_id)
-                channel.answer(request, says.format(request.worker_id), ok=ok)
+                channel.answer(request, answer.format(request.worker_id), ok=ok)
 
     thread = threading.Thread(target=loop)
     thread.start()
@@ -173,16 +173,16 @@ def test_a_run_is_read_by_its_uri_too(tmp_path, channel):
 
 
 def test_the_status_is_made_and_written_once_a_second(tmp_path, channel, clock):
-    asked = []
+    made_at = []
 
     def status():
-        asked.append(clock.now)
-        return with_progress(TRAINING, round=len(asked))
+        made_at.append(clock.now)
+        return with_progress(TRAINING, round=len(made_at))
 
     for tenth in range(35):
         clock.now = tenth / 10
         channel.report(status)
-    assert asked == [0.0, 1.0, 2.0, 3.0]
+    assert made_at == [0.0, 1.0, 2.0, 3.0]
     wait_for(lambda: (seen := status_in(tmp_path)) and seen.progress.round == 4)
 
 
@@ -201,7 +201,7 @@ def test_a_half_written_status_is_never_seen(tmp_path, channel, clock):
         assert read_status(str(tmp_path)).progress.num_samples == 1440  # or it would raise
 
 
-def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, channel):
+def test_unknown_fields_in_the_status_of_a_newer_raydl_are_ignored(tmp_path, channel):
     channel.report(TRAINING)
     wait_for(lambda: status_in(tmp_path))
     values = json.loads((tmp_path / "status.json").read_text())
@@ -221,7 +221,7 @@ def test_a_busy_driver_keeps_writing_its_status(tmp_path, monkeypatch):
     assert status_in(tmp_path).workers == WORKERS
     monkeypatch.setattr(
         control_channel, "STALE_S", 60.0
-    )  # else "training" stands there for 0.2 s only
+    )  # else the status "training" lasts only 0.2 s
     channel.report(TRAINING, at_once=True)
     wait_for(lambda: status_in(tmp_path).state == "training")
     channel.close(replace(TRAINING, state="finished"))
@@ -229,7 +229,7 @@ def test_a_busy_driver_keeps_writing_its_status(tmp_path, monkeypatch):
     assert status_in(tmp_path).state == "finished"
 
 
-# its readers
+# reading the status
 
 
 def test_a_folder_without_a_run_is_reported_in_one_sentence(tmp_path):
@@ -318,7 +318,7 @@ def test_a_removal_is_requested_and_answered_and_leaves_no_file(tmp_path, channe
 
 
 def test_a_refusal_of_the_driver_is_an_error_with_its_sentence(tmp_path, channel, clock):
-    with driver(channel, clock, says="{} is the last worker", ok=False):
+    with driver(channel, clock, answer="{} is the last worker", ok=False):
         wait_for(lambda: status_in(tmp_path))
         with pytest.raises(RaydlError, match=r"^w1 is the last worker$"):
             request_removal(str(tmp_path), "w1", timeout_s=30)
@@ -327,15 +327,15 @@ def test_a_refusal_of_the_driver_is_an_error_with_its_sentence(tmp_path, channel
 def test_each_of_many_requests_gets_its_own_answer(tmp_path, channel, clock):
     answers = {}
 
-    def person(worker_id):
+    def remove(worker_id):
         answers[worker_id] = request_removal(str(tmp_path), worker_id, timeout_s=30)
 
     with driver(channel, clock) as removed:
         wait_for(lambda: status_in(tmp_path))
-        people = [threading.Thread(target=person, args=(w,)) for w in ("w0", "w1")]
-        for thread in people:
+        threads = [threading.Thread(target=remove, args=(w,)) for w in ("w0", "w1")]
+        for thread in threads:
             thread.start()
-        for thread in people:
+        for thread in threads:
             thread.join()
     assert answers == {w: f"{w} leaves after this round" for w in ("w0", "w1")}
     assert sorted(removed) == ["w0", "w1"]
@@ -402,12 +402,12 @@ def test_a_request_is_received_once_it_is_whole(tmp_path, channel, clock):
     with driver(channel, clock) as removed:
         assert wait_for(lambda: clock.now > 5)
         assert removed == []
-        ask(tmp_path, "r1", driver=channel.driver)
+        write_request(tmp_path, "r1", driver=channel.driver)
         wait_for(lambda: removed == ["w1"])
 
 
 def test_requests_are_polled_once_a_second_and_received_once(tmp_path, channel, clock):
-    ask(tmp_path, "r1", driver=channel.driver)
+    write_request(tmp_path, "r1", driver=channel.driver)
     wait_for(lambda: _pass(clock) and [r.id for r in channel.pop_requests()] == ["r1"])
     for _ in range(20):
         clock.now += 1
@@ -421,7 +421,7 @@ def _pass(clock):
 
 
 def test_requests_to_an_earlier_driver_are_refused(tmp_path, clock):
-    ask(tmp_path, "r1", driver="process 1 on a, 00000000")
+    write_request(tmp_path, "r1", driver="process 1 on a, 00000000")
     Storage(str(tmp_path)).write_bytes("requests/r2/request.json", b"[]")
     (tmp_path / "answers" / "old").mkdir(parents=True)
     channel = ControlChannel(Storage(str(tmp_path)), clock=clock)
@@ -438,9 +438,9 @@ def test_requests_to_an_earlier_driver_are_refused(tmp_path, clock):
 
 def test_the_end_of_the_run_answers_all_open_requests(tmp_path, clock):
     channel = ControlChannel(Storage(str(tmp_path)), clock=clock)
-    ask(tmp_path, "r1", driver=channel.driver)
-    wait_for(lambda: _pass(clock) and channel.pop_requests())  # taken, not answered
-    ask(tmp_path, "r2", driver=channel.driver)  # not even taken
+    write_request(tmp_path, "r1", driver=channel.driver)
+    wait_for(lambda: _pass(clock) and channel.pop_requests())  # received, not answered
+    write_request(tmp_path, "r2", driver=channel.driver)  # not even received
     channel.close(replace(TRAINING, state="finished"))
     for request_id in ("r1", "r2"):
         no = {"ok": False, "sentence": "the run has ended (finished)"}
@@ -448,7 +448,7 @@ def test_the_end_of_the_run_answers_all_open_requests(tmp_path, clock):
     assert list((tmp_path / "requests").iterdir()) == []
 
 
-# a folder that fails
+# storage failures
 
 
 def test_a_folder_that_fails_does_not_stop_training_and_is_logged_once(tmp_path, clock):
@@ -472,7 +472,7 @@ def test_a_folder_that_fails_does_not_stop_training_and_is_logged_once(tmp_path,
 def test_an_answer_that_could_not_be_written_is_written_later(tmp_path, clock):
     storage = BrokenStorage(str(tmp_path))
     channel = ControlChannel(storage, clock=clock)
-    ask(tmp_path, "r1", driver=channel.driver)
+    write_request(tmp_path, "r1", driver=channel.driver)
     (request,) = wait_for(lambda: _pass(clock) and channel.pop_requests())
     storage.is_broken = True
     channel.answer(request, "w1 leaves", ok=True)
@@ -483,7 +483,7 @@ def test_an_answer_that_could_not_be_written_is_written_later(tmp_path, clock):
     channel.close(replace(TRAINING, state="finished"))
 
 
-def test_a_folder_that_is_made_while_it_is_listed_is_no_failure(tmp_path):
+def test_a_folder_that_is_created_while_it_is_listed_is_no_failure(tmp_path):
     listed_enough = threading.Event()
 
     def make_and_remove():
@@ -502,7 +502,7 @@ def test_a_folder_that_is_made_while_it_is_listed_is_no_failure(tmp_path):
 
 
 class ReadAtOnce(Storage):
-    """A folder where an answer is read, and its folder deleted, as soon as it lies there."""
+    """A storage whose answers are read and deleted as soon as they are written."""
 
     def _flush_to_disk(self, path):
         if path.endswith("answers/r1"):
@@ -512,7 +512,7 @@ class ReadAtOnce(Storage):
 
 def test_an_answer_that_is_read_at_once_is_no_failure_and_not_written_again(tmp_path, clock):
     channel = ControlChannel(ReadAtOnce(str(tmp_path)), clock=clock)
-    ask(tmp_path, "r1", driver=channel.driver)
+    write_request(tmp_path, "r1", driver=channel.driver)
     (request,) = wait_for(lambda: _pass(clock) and channel.pop_requests())
     channel.answer(request, "w1 leaves", ok=True)
     channel.close(replace(TRAINING, state="finished"))
@@ -541,7 +541,7 @@ def test_no_call_waits_for_a_folder_that_hangs(tmp_path, clock):
     channel.close(replace(TRAINING, state="stopped"), timeout_s=0.02)
     assert time.monotonic() - start < 2
     assert not (tmp_path / "status.json").exists()
-    storage.gate.set()  # it is back: the thread ends by itself
+    storage.gate.set()  # the storage answers again: the thread ends by itself
     wait_for(lambda: (seen := status_in(tmp_path)) and seen.state == "stopped")
 
 

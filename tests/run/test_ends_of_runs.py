@@ -1,4 +1,4 @@
-"""A run leaves its result, whatever stands in the way of its last files."""
+"""A run leaves its result even if its last files can not be written at first."""
 
 import dataclasses
 import json
@@ -40,11 +40,11 @@ def sentences(folder):
     return json.loads((folder / "status.json").read_text())["events"]
 
 
-# the last files, which a full disk refuses
+# the last files on a full disk
 
 
-class Trained(Store):
-    """A store that fails so many times before it takes the center, and the checkpoint."""
+class FailingStore(Store):
+    """A store whose writes of the center and of the checkpoint fail a number of times."""
 
     def __init__(self, *, center=0, checkpoint=0):
         super().__init__()
@@ -64,29 +64,29 @@ class Trained(Store):
 
 
 @pytest.fixture
-def soon(monkeypatch):
-    """Failed writes are retried often, and for half a second."""
+def fast_retries(monkeypatch):
+    """Retry failed writes often, for half a second."""
     monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 0.5)
     monkeypatch.setattr(checkpoint_writer, "_RETRY_EVERY_S", 0.01)
 
 
-def last(round):
+def last_checkpoint(round):
     checkpoint = collected(round)
     return dataclasses.replace(checkpoint, is_last=True)
 
 
-def test_the_trained_weights_are_written_before_the_last_checkpoint(soon):
-    store = Trained()
+def test_the_trained_weights_are_written_before_the_last_checkpoint(fast_retries):
+    store = FailingStore()
     recorder, _ = make(store)
-    recorder.checkpoint(last(7))
+    recorder.checkpoint(last_checkpoint(7))
     recorder.close()
     assert store.written == ["center", "checkpoint"]
 
 
-def test_the_last_files_are_retried_until_there_is_space_and_that_is_logged(soon):
-    store = Trained(center=3, checkpoint=2)
+def test_the_last_files_are_retried_until_there_is_space_and_that_is_logged(fast_retries):
+    store = FailingStore(center=3, checkpoint=2)
     recorder, memory = make(store)
-    recorder.checkpoint(last(7))
+    recorder.checkpoint(last_checkpoint(7))
     recorder.checkpoints.wait()
     recorder.show(State.FINISHING, {})
     recorder.close()
@@ -100,17 +100,19 @@ def test_the_last_files_are_retried_until_there_is_space_and_that_is_logged(soon
 @pytest.mark.parametrize(
     ("full", "written"), [("center", ["checkpoint"]), ("checkpoint", ["center"])]
 )
-def test_one_of_the_last_files_that_can_not_be_written_does_not_keep_the_other(soon, full, written):
-    store = Trained(**{full: 10**9})
+def test_a_last_file_that_can_not_be_written_does_not_prevent_the_other(
+    fast_retries, full, written
+):
+    store = FailingStore(**{full: 10**9})
     recorder, _ = make(store)
-    recorder.checkpoint(last(7))
+    recorder.checkpoint(last_checkpoint(7))
     with pytest.raises(CheckpointError, match=f"runs/x/{full}"):
         recorder.close()
     assert store.written == written
 
 
 class Fills(raydl.Callback):
-    """Fills a disk at the first score."""
+    """A callback that fills a disk at the first score."""
 
     def __init__(self, disk, *, free_after_s=None):
         self.disk, self.free_after_s = disk, free_after_s
@@ -133,7 +135,7 @@ def test_a_run_waits_for_disk_space_at_its_end(small_disk):
     assert CheckpointStore(Storage(str(small_disk / "run"))).names()
 
 
-def test_a_run_without_disk_space_is_completed_once_there_is_some(small_disk, soon):
+def test_a_run_without_disk_space_is_completed_once_there_is_some(small_disk, fast_retries):
     folder = small_disk / "run"
     with pytest.raises(CheckpointError) as error:
         trainer(folder, steps=90, callbacks=[Fills(small_disk)]).fit()
@@ -149,11 +151,11 @@ def test_a_run_without_disk_space_is_completed_once_there_is_some(small_disk, so
     assert (folder / "result.json").exists()
 
 
-def test_the_trained_weights_are_written_if_the_last_checkpoint_was_not_known_as_such(tmp_path):
-    """A checkpoint may be voted for just before the end; then it is the last one, too."""
+def test_the_trained_weights_are_written_if_the_last_checkpoint_was_not_marked_as_last(tmp_path):
+    """A checkpoint that was voted for just before the end is also the last one."""
     storage = Storage(str(tmp_path))
     recorder, _ = make(CheckpointStore(storage))
-    recorder.checkpoint(last(5))  # a center that has gone on since
+    recorder.checkpoint(last_checkpoint(5))  # the center has been trained further since
     recorder.checkpoint(collected(7))
     recorder.checkpoints.finish()
     recorder.close()
@@ -163,8 +165,8 @@ def test_the_trained_weights_are_written_if_the_last_checkpoint_was_not_known_as
 
 def test_an_abort_ends_all_retries(monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 600.0)
-    recorder, _ = make(Trained(center=10**9, checkpoint=10**9))
-    recorder.checkpoint(last(7))
+    recorder, _ = make(FailingStore(center=10**9, checkpoint=10**9))
+    recorder.checkpoint(last_checkpoint(7))
     began = time.monotonic()
     recorder.checkpoints.abort()
     with pytest.raises(CheckpointError):
@@ -172,42 +174,42 @@ def test_an_abort_ends_all_retries(monkeypatch):
     assert time.monotonic() - began < 60
 
 
-# a run that is trained, and has not come to its end
+# a run that has finished training and lacks files of its end
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of a run that is complete."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
+def complete_run(tmp_path_factory):
+    """The folder of a complete run."""
+    folder = tmp_path_factory.mktemp("runs") / "complete"
     trainer(folder).fit()
     return folder
 
 
-@pytest.mark.parametrize("lacks", [["result.json"], ["center.safetensors"],
+@pytest.mark.parametrize("missing", [["result.json"], ["center.safetensors"],
                                    ["result.json", "center.safetensors"]])  # fmt: skip
-def test_a_resumed_run_that_lacks_its_end_alone_gets_it(whole, tmp_path, lacks):
+def test_a_resumed_run_that_lacks_only_its_last_files_writes_them(complete_run, tmp_path, missing):
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    for name in lacks:
+    shutil.copytree(complete_run, folder)
+    for name in missing:
         (folder / name).unlink()
     began = time.monotonic()
     trainer(folder, resume=True).fit()
     assert time.monotonic() - began < 30
-    before, after = (json.loads((f / "result.json").read_text()) for f in (whole, folder))
+    before, after = (json.loads((f / "result.json").read_text()) for f in (complete_run, folder))
     for figure in ("center_accuracy", "rounds", "samples", "stopped_by", "evaluations"):
         assert after[figure] == before[figure], figure
     assert (folder / "center.safetensors").read_bytes() == (
-        whole / "center.safetensors"
+        complete_run / "center.safetensors"
     ).read_bytes()
-    told = f"the run in {folder} has finished training; its missing files are written"
-    assert any(told in line for line in sentences(folder))
+    message = f"the run in {folder} has finished training; its missing files are written"
+    assert any(message in line for line in sentences(folder))
     with pytest.raises(ConfigError, match="the run is complete"):
         trainer(folder, resume=True).fit()
 
 
-def test_a_run_that_is_trained_further_has_no_old_weights(whole, tmp_path):
+def test_a_run_that_is_trained_further_replaces_its_old_weights(complete_run, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(complete_run, folder)
     before = (folder / "center.safetensors").read_bytes()
     trainer(folder, steps=48, resume=True).fit()
     (folder / "center.safetensors").write_bytes(before)
@@ -215,8 +217,8 @@ def test_a_run_that_is_trained_further_has_no_old_weights(whole, tmp_path):
     assert (folder / "center.safetensors").read_bytes() != before
 
 
-@pytest.mark.parametrize("lacks", ["result.json", "center.safetensors"])
-def test_a_run_that_was_good_enough_and_lacks_its_end_trains_no_further(tmp_path, lacks):
+@pytest.mark.parametrize("missing", ["result.json", "center.safetensors"])
+def test_a_run_that_reached_its_accuracy_and_lacks_a_last_file_trains_no_further(tmp_path, missing):
     folder = tmp_path / "run"
 
     def fit(*, resume):
@@ -231,17 +233,17 @@ def test_a_run_that_was_good_enough_and_lacks_its_end_trains_no_further(tmp_path
 
     first = fit(resume=False).metrics
     assert first["ended_by"]
-    (folder / lacks).unlink()
+    (folder / missing).unlink()
     again = fit(resume=True).metrics
     for figure in ("rounds", "samples", "ended_by", "ended_because", "center_accuracy"):
         assert again[figure] == first[figure], figure
-    assert (folder / lacks).exists()
+    assert (folder / missing).exists()
     with pytest.raises(ConfigError, match="the run is complete: "):
         fit(resume=True)
 
 
-class Hears(raydl.Callback):
-    """Notes the rounds of the scores that it hears of."""
+class RecordingCallback(raydl.Callback):
+    """A callback that keeps the rounds of its scores."""
 
     def __init__(self):
         self.rounds = []
@@ -253,19 +255,19 @@ class Hears(raydl.Callback):
         self.rounds.append("end")
 
 
-def test_callbacks_receive_a_last_score_after_a_resume(whole, tmp_path, monkeypatch):
-    folder, hears = tmp_path / "run", Hears()
-    shutil.copytree(whole, folder)
+def test_callbacks_receive_a_last_score_after_a_resume(complete_run, tmp_path, monkeypatch):
+    folder, callback = tmp_path / "run", RecordingCallback()
+    shutil.copytree(complete_run, folder)
     (folder / "result.json").unlink()
-    rounds = json.loads((whole / "result.json").read_text())["rounds"]
+    rounds = json.loads((complete_run / "result.json").read_text())["rounds"]
     monkeypatch.setattr(Totals, "is_scored", lambda self, round: False)
-    trainer(folder, resume=True, callbacks=[hears]).fit()
-    assert hears.rounds == [rounds, "end"]
+    trainer(folder, resume=True, callbacks=[callback]).fit()
+    assert callback.rounds == [rounds, "end"]
 
 
-def test_checkpoints_without_manifests_are_not_written_over(whole, tmp_path):
+def test_checkpoints_without_manifests_are_not_overwritten(complete_run, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(complete_run, folder)
     (folder / "result.json").unlink()
     for manifest in folder.glob("checkpoints/*/manifest.json"):
         manifest.unlink()
@@ -279,30 +281,30 @@ def test_checkpoints_without_manifests_are_not_written_over(whole, tmp_path):
         assert load_file(folder / f"checkpoints/{name}/center.safetensors")
 
 
-# scores that take their time
+# slow scores
 
 
-class Slow(raydl.Classification):
-    """Takes its time over each batch of a score."""
+class SlowTask(raydl.Classification):
+    """A task that sleeps in each batch of a score."""
 
     def __init__(self, seconds):
         super().__init__(linear)
         self.seconds = seconds
 
     def metrics(self, model, batch):
-        if len(batch[0]) > 2:  # not on trial
+        if len(batch[0]) > 2:  # not in the check before the run
             time.sleep(self.seconds)
         return super().metrics(model, batch)
 
 
 SILENCE_S = 12.0
-"""Longer than an evaluator needs, on a busy machine, until its first batch."""
+"""Longer than an evaluator takes to its first batch on a busy machine."""
 
 
-def slowly(folder, seconds, monkeypatch):
+def train_with_slow_scores(folder, seconds, monkeypatch):
     monkeypatch.setattr(controller, "_SILENCE_S", SILENCE_S)
     return raydl.Trainer(
-        Slow(seconds),
+        SlowTask(seconds),
         "digits",
         training=raydl.TrainingConfig(steps=24),
         evaluation=raydl.EvaluationConfig(batch_size=20),  # 18 batches
@@ -315,17 +317,19 @@ def slowly(folder, seconds, monkeypatch):
 def test_a_last_score_that_takes_longer_than_the_silence_limit_is_awaited(
     cluster, tmp_path, monkeypatch
 ):
-    result = slowly(tmp_path / "run", 1.0, monkeypatch)
+    result = train_with_slow_scores(tmp_path / "run", 1.0, monkeypatch)
     newest = result.metrics["evaluations"][-1]
     assert newest["round"] == result.metrics["rounds"]
 
 
 @pytest.mark.cluster
-def test_an_evaluator_that_falls_silent_costs_the_run_its_score_alone(
+def test_an_evaluator_that_falls_silent_costs_the_run_only_its_score(
     cluster, tmp_path, monkeypatch
 ):
-    result = slowly(tmp_path / "run", 60.0, monkeypatch)
+    result = train_with_slow_scores(tmp_path / "run", 60.0, monkeypatch)
     assert result.metrics["center_accuracy"] is None
     assert (tmp_path / "run/center.safetensors").exists()
-    told = f"the evaluator has scored nothing for {SILENCE_S:g} s: the run ends without a score of"
-    assert any(told in line for line in sentences(tmp_path / "run"))
+    message = (
+        f"the evaluator has scored nothing for {SILENCE_S:g} s: the run ends without a score of"
+    )
+    assert any(message in line for line in sentences(tmp_path / "run"))

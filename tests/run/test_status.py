@@ -1,4 +1,4 @@
-"""What a run tells through its control channel, from its first second to its end."""
+"""A run's status in its control channel, from its start to its end."""
 
 import json
 import math
@@ -58,26 +58,26 @@ def view(num_workers=(2, 3)):
 
 def test_the_status_of_a_finished_run_has_the_figures_of_its_result(tmp_path):
     result = trainer(tmp_path / "a").fit()
-    seen = read_status(str(tmp_path / "a"))
-    assert (seen.state, seen.num_workers, seen.wanted) == ("finished", 0, "1")
-    assert (seen.progress.generation, seen.progress.epoch, seen.workers) == (1, 2.0, ())
-    assert seen.progress.num_samples == result.metrics["samples"]
-    assert seen.progress.round == result.metrics["rounds"]
-    assert seen.progress.seconds == result.metrics["seconds"]
-    assert seen.center_accuracy == result.metrics["center_accuracy"]
-    assert any("generation 1" in line for line in seen.events)
-    assert all(line.startswith("0:00:") for line in seen.events)
+    status = read_status(str(tmp_path / "a"))
+    assert (status.state, status.num_workers, status.wanted) == ("finished", 0, "1")
+    assert (status.progress.generation, status.progress.epoch, status.workers) == (1, 2.0, ())
+    assert status.progress.num_samples == result.metrics["samples"]
+    assert status.progress.round == result.metrics["rounds"]
+    assert status.progress.seconds == result.metrics["seconds"]
+    assert status.center_accuracy == result.metrics["center_accuracy"]
+    assert any("generation 1" in line for line in status.events)
+    assert all(line.startswith("0:00:") for line in status.events)
 
 
-class Person(threading.Thread):
-    """Looks at a run as soon as its worker has trained, asks for two removals, and ends it."""
+class Operator(threading.Thread):
+    """Reads a run's status once its worker trains, requests two removals, and stops it."""
 
     def __init__(self, folder):
         super().__init__()
         self.folder, self.refusals, self.controller = folder, [], None
 
     def run(self):
-        self.seen = self._until_it_trains()
+        self.status = self._until_it_trains()
         for worker_id in ("w0", "w1"):
             try:
                 request_removal(self.folder, worker_id, timeout_s=30)
@@ -88,41 +88,45 @@ class Person(threading.Thread):
     def _until_it_trains(self):
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            with suppress(RaydlError):  # nothing is told yet
-                seen = read_status(self.folder)
-                if seen.workers and seen.workers[0].local_step:
-                    return seen
+            with suppress(RaydlError):  # there is no status yet
+                status = read_status(self.folder)
+                if status.workers and status.workers[0].local_step:
+                    return status
             time.sleep(0.01)
         return None
 
 
-def test_while_it_trains_its_one_worker_is_seen_and_can_not_be_removed(tmp_path, monkeypatch):
+def test_the_status_has_the_only_worker_which_can_not_be_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(run_control_channel, "EVERY_S", 0.05)
-    person = Person(str(tmp_path / "a"))
+    operator = Operator(str(tmp_path / "a"))
     follow = RunView.follow
 
-    def noted(self, controller):
-        person.controller = controller
+    def follow_and_keep(self, controller):
+        operator.controller = controller
         follow(self, controller)
 
-    monkeypatch.setattr(RunView, "follow", noted)
-    person.start()
+    monkeypatch.setattr(RunView, "follow", follow_and_keep)
+    operator.start()
     result = trainer(tmp_path / "a", epochs=10_000).fit()
-    person.join()
-    (worker,) = person.seen.workers
-    assert (person.seen.state, person.seen.num_workers, worker.state) == ("training", 1, "training")
+    operator.join()
+    (worker,) = operator.status.workers
+    assert (operator.status.state, operator.status.num_workers, worker.state) == (
+        "training",
+        1,
+        "training",
+    )
     assert 0 < worker.local_step <= result.metrics["samples"]
     assert worker.step_s > 0
-    assert person.refusals == [
+    assert operator.refusals == [
         "w0 is the run's only process (--workers 0); to end the run, interrupt it",
         f"{tmp_path}/a has no worker 'w1'; it has w0",
     ]
-    assert read_status(person.folder).state == "stopped by a person"
+    assert read_status(operator.folder).state == "stopped by a person"
     assert result.stopped_by == "a person"
 
 
 class BrokenTask(Classification):
-    """Fails in its tenth step."""
+    """A task that fails in its tenth step."""
 
     def loss(self, model, batch):
         self.num_calls = getattr(self, "num_calls", 0) + 1
@@ -157,7 +161,7 @@ def test_the_status_of_a_complete_run_stays_when_it_can_not_be_resumed(tmp_path)
     assert (tmp_path / "a/status.json").read_bytes() == before
 
 
-def test_a_resumed_run_counts_on(tmp_path):
+def test_a_resumed_run_continues_its_counts(tmp_path):
     trainer(tmp_path / "a", epochs=1).fit()
     first = read_status(str(tmp_path / "a"))
     trainer(tmp_path / "a", epochs=2, resume=True).fit()
@@ -185,15 +189,15 @@ def test_only_events_travel_between_the_local_folder_and_the_storage(tmp_path, m
     assert read_status(f"file://{far}").state == "finished"
 
 
-# what is told, from what is known
+# the status, from controller and recorder
 
 
 def test_without_a_controller_the_status_has_the_start_of_the_run():
-    seen = view().status()
-    at = seen.progress
-    assert (seen.state, at.round, at.generation, at.epoch) == ("starting", 12, 3, 1.5)
-    assert (at.num_samples, at.seconds, seen.wanted) == (150, 9.0, "2:3")
-    assert (seen.workers, seen.events, seen.center_accuracy) == ((), (), 0.75)
+    status = view().status()
+    at = status.progress
+    assert (status.state, at.round, at.generation, at.epoch) == ("starting", 12, 3, 1.5)
+    assert (at.num_samples, at.seconds, status.wanted) == (150, 9.0, "2:3")
+    assert (status.workers, status.events, status.center_accuracy) == ((), (), 0.75)
 
 
 def recorder(accuracy):
@@ -215,55 +219,55 @@ def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
 
 
 def test_with_controller_and_recorder_the_status_is_their_newest():
-    telling = view()
-    telling.follow_recorder(recorder(0.5), EventLog(Silent()))
-    telling.follow(controller(WorkerEntry("w4", Phase.STARTING, 0.0)))
-    seen = telling.status()
-    assert (seen.state, seen.progress.generation, seen.num_workers) == ("training", 5, 2)
-    at = seen.progress
-    assert (at.round, at.epoch, at.seconds, seen.center_accuracy) == (20, 2.5, 11.0, 0.5)
-    assert [w.worker_id for w in seen.workers] == ["w4"]
+    run_view = view()
+    run_view.follow_recorder(recorder(0.5), EventLog(Silent()))
+    run_view.follow(controller(WorkerEntry("w4", Phase.STARTING, 0.0)))
+    status = run_view.status()
+    assert (status.state, status.progress.generation, status.num_workers) == ("training", 5, 2)
+    at = status.progress
+    assert (at.round, at.epoch, at.seconds, status.center_accuracy) == (20, 2.5, 11.0, 0.5)
+    assert [w.worker_id for w in status.workers] == ["w4"]
 
 
 def test_before_the_first_record_the_seconds_are_those_of_earlier_starts():
-    telling = view()
+    run_view = view()
     numbers = recorder(0.5)
     numbers.last, numbers.seconds = None, -8.0
-    telling.follow_recorder(numbers, EventLog(Silent()))
-    assert telling.status().progress.seconds == 9.0
+    run_view.follow_recorder(numbers, EventLog(Silent()))
+    assert run_view.status().progress.seconds == 9.0
 
 
 @pytest.mark.parametrize("accuracy", [math.nan, math.inf, None])
 def test_no_accuracy_is_none_and_the_status_is_plain_json(accuracy):
-    telling = view()
-    telling.follow_recorder(recorder(accuracy), EventLog(Silent()))
-    seen = telling.status()
-    assert seen.center_accuracy is None
-    assert json.dumps(asdict(seen), allow_nan=False)
+    run_view = view()
+    run_view.follow_recorder(recorder(accuracy), EventLog(Silent()))
+    status = run_view.status()
+    assert status.center_accuracy is None
+    assert json.dumps(asdict(status), allow_nan=False)
 
 
 def test_numbers_of_numpy_become_plain_numbers():
-    telling = view()
+    run_view = view()
     numbers = recorder(np.float32(0.5))
     numbers.last.progress = Progress(round=np.int64(20), num_samples=np.int64(250))
-    telling.follow_recorder(numbers, EventLog(Silent()))
-    assert json.loads(to_json(telling.status()))["num_samples"] == 250
+    run_view.follow_recorder(numbers, EventLog(Silent()))
+    assert json.loads(to_json(run_view.status()))["num_samples"] == 250
 
 
 def test_a_run_whose_last_files_are_written_has_not_finished_yet():
-    telling = view()
-    telling.follow(controller(state=State.DONE, outcome=Outcome.FINISHED))
-    assert telling.status().state == "finishing"
-    assert not telling.status().is_final
-    assert telling.end().state == "finished"
-    assert (telling.end().num_workers, telling.end().is_final) == (0, True)
+    run_view = view()
+    run_view.follow(controller(state=State.DONE, outcome=Outcome.FINISHED))
+    assert run_view.status().state == "finishing"
+    assert not run_view.status().is_final
+    assert run_view.end().state == "finished"
+    assert (run_view.end().num_workers, run_view.end().is_final) == (0, True)
 
 
 def test_a_run_that_was_stopped_names_the_signal():
-    telling = view()
+    run_view = view()
     stopped = controller(state=State.DONE, outcome=Outcome.STOPPED, stop_reason="SIGTERM")
-    telling.follow(stopped)
-    assert telling.end().state == "stopped by SIGTERM"
+    run_view.follow(stopped)
+    assert run_view.end().state == "stopped by SIGTERM"
 
 
 @pytest.mark.parametrize(
@@ -297,19 +301,19 @@ def report(**figures):
 def test_the_status_of_a_worker_has_its_figures_and_the_end_of_its_nodes_id():
     entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="f" * 51 + "00002", in_loop=True)
     entry.report = report(local_step=90, step_s=0.02)
-    seen = worker_status(entry, 14.0)
-    assert seen == WorkerStatus("w2", "training", "fff00002", 90, 9, 0.02, 7.5, 4.0)
+    status = worker_status(entry, 14.0)
+    assert status == WorkerStatus("w2", "training", "fff00002", 90, 9, 0.02, 7.5, 4.0)
 
 
 def test_the_status_of_a_worker_without_a_report_has_zeros():
-    seen = worker_status(WorkerEntry("w2", Phase.STARTING, 10.0), 11.0)
-    assert seen == WorkerStatus("w2", "starting", "", 0, 0, 0.0, 0.0, 1.0)
+    status = worker_status(WorkerEntry("w2", Phase.STARTING, 10.0), 11.0)
+    assert status == WorkerStatus("w2", "starting", "", 0, 0, 0.0, 0.0, 1.0)
 
 
-def test_a_worker_between_two_generations_is_ready_since_it_last_went_on():
+def test_a_worker_between_two_generations_is_ready_since_its_last_change_of_state():
     entry = WorkerEntry("w2", Phase.TRAINING, 10.0, moved_at=30.0, in_loop=False)
-    seen = worker_status(entry, 32.0)
-    assert (seen.state, seen.since_s) == ("ready", 2.0)
+    status = worker_status(entry, 32.0)
+    assert (status.state, status.since_s) == ("ready", 2.0)
 
 
 def test_a_figure_that_is_no_number_becomes_zero():
@@ -320,7 +324,7 @@ def test_a_figure_that_is_no_number_becomes_zero():
 # events
 
 
-class Shown(Silent):
+class EventCollector(Silent):
     def __init__(self):
         self.sentences = []
 
@@ -329,22 +333,22 @@ class Shown(Silent):
 
 
 def test_the_newest_eight_events_are_kept_with_their_time():
-    now, shown = [0.0], Shown()
-    log = EventLog(shown, clock=lambda: now[0])
+    now, reporter = [0.0], EventCollector()
+    log = EventLog(reporter, clock=lambda: now[0])
     for number in range(10):
         now[0] = 3600.0 * (number == 9) + 65.0
         log.event(f"event {number}")
     assert len(log.lines) == 8
     assert log.lines[0] == "0:01:05 event 2"
     assert log.lines[-1] == "1:01:05 event 9"
-    assert shown.sentences == [f"event {n}" for n in range(10)]
+    assert reporter.sentences == [f"event {n}" for n in range(10)]
 
 
 # the loop and the control channel
 
 
 class FakeController:
-    """Takes three steps, then is done."""
+    """A controller that is done after three steps."""
 
     def __init__(self, state=State.TRAINING):
         self.state, self.removed, self.num_steps = state, [], 0
@@ -364,7 +368,7 @@ class FakeController:
 
 
 class FakeChannel:
-    """Has a request and a problem for the first step."""
+    """A control channel with a request and a problem at the first step."""
 
     storage = SimpleNamespace(root="runs/x", unanswered=lambda: (0.0, ""))
 
@@ -388,7 +392,7 @@ class FakeChannel:
 
 
 class Epoch:
-    """A driver's epoch that ends before so many steps."""
+    """A driver epoch that is over after a number of checks."""
 
     def __init__(self, num_left=100):
         self.num_left = num_left
@@ -400,10 +404,10 @@ class Epoch:
 
 
 def test_a_superseded_driver_ends_at_the_next_step():
-    stage, told = FakeController(), Shown()
-    told.checkpoints = SimpleNamespace(num_late=0)
+    stage, reporter = FakeController(), EventCollector()
+    reporter.checkpoints = SimpleNamespace(num_late=0)
     with pytest.raises(SupersededError) as caught:
-        run_to_end(stage, told, FakeChannel(), view(), config=TrainConfig(), epoch=Epoch(2))
+        run_to_end(stage, reporter, FakeChannel(), view(), config=TrainConfig(), epoch=Epoch(2))
     assert stage.num_steps == 2
     assert str(caught.value) == (
         "runs/x: process 7 on b since 2026 has taken over the run as driver epoch 2; "
@@ -412,13 +416,13 @@ def test_a_superseded_driver_ends_at_the_next_step():
 
 
 def test_between_two_steps_requests_are_answered_and_problems_are_logged():
-    stage, control_channel, told = FakeController(), FakeChannel(), Shown()
-    told.checkpoints = SimpleNamespace(num_late=2)
-    run_to_end(stage, told, control_channel, view(), config=TrainConfig(), epoch=Epoch())
+    stage, control_channel, reporter = FakeController(), FakeChannel(), EventCollector()
+    reporter.checkpoints = SimpleNamespace(num_late=2)
+    run_to_end(stage, reporter, control_channel, view(), config=TrainConfig(), epoch=Epoch())
     assert stage.removed == ["w1"]
     assert stage.refused == {"checkpoints": 2}
     assert control_channel.answers == [("r1", "w1 leaves", True)]
-    assert told.sentences == ["the folder failed"]
+    assert reporter.sentences == ["the folder failed"]
     assert control_channel.reported == ["training"] * 4
 
 
@@ -430,7 +434,7 @@ def test_a_run_that_is_ending_removes_no_worker(state):
     assert stage.removed == []
 
 
-def test_a_control_channel_is_closed_in_every_way_out(tmp_path):
+def test_a_control_channel_is_closed_however_the_run_ends(tmp_path):
     for number, error in enumerate([RaydlError("one"), KeyboardInterrupt(), None]):
         storage = Storage(str(tmp_path / str(number)))
         with suppress(RaydlError, KeyboardInterrupt), open_control_channel(storage, view()):
