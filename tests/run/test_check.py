@@ -1,4 +1,4 @@
-"""A flipped bit in anything that a run has kept is found."""
+"""``raydl check`` finds every flipped bit in the files of a run."""
 
 import random
 
@@ -13,7 +13,7 @@ from raydl.run.check import check_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a small run with all that one keeps."""
+    """The folder of a small run with all kinds of files."""
     folder = tmp_path_factory.mktemp("runs") / "kept"
     raydl.Trainer(
         raydl.Classification(linear),
@@ -61,14 +61,14 @@ def test_each_of_a_hundred_flipped_bits_is_found(run):
             path.write_bytes(data)
 
 
-def test_a_damaged_file_is_named_and_the_status_says_so(run, capsys):
+def test_a_damaged_file_is_named_and_the_exit_status_is_1(run, capsys):
     path = run / "center.safetensors"
     data = path.read_bytes()
     try:
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         assert cli.main(["check", str(run)]) == 1
-        told = f"{path}: it is damaged: its checksum does not match\n"
-        assert capsys.readouterr().out == told
+        message = f"{path}: it is damaged: its checksum does not match\n"
+        assert capsys.readouterr().out == message
     finally:
         path.write_bytes(data)
 

@@ -1,4 +1,4 @@
-"""Every start of a run has a number, and only the newest one changes the run's files."""
+"""Every start of a run has a driver epoch, and only the newest start changes its files."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ def records(path):
     return sorted(p.name for p in (path / FOLDER).iterdir())
 
 
-# the numbers
+# numbers of epochs
 
 
 @pytest.mark.processes
@@ -59,12 +59,12 @@ def test_a_run_without_records_continues_the_epochs_in_its_folder(tmp_path, name
 def test_of_many_drivers_that_claim_an_epoch_together_no_two_get_the_same(tmp_path):
     start, taken = threading.Barrier(8), []
 
-    def take():
+    def claim_epochs():
         start.wait(timeout=10)
         for _ in range(5):
             taken.append(DriverEpoch.claim_next(Storage(str(tmp_path)), ME))
 
-    threads = [threading.Thread(target=take) for _ in range(8)]
+    threads = [threading.Thread(target=claim_epochs) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -74,9 +74,9 @@ def test_of_many_drivers_that_claim_an_epoch_together_no_two_get_the_same(tmp_pa
     assert len(numbers) == len(set(numbers))
 
 
-def test_a_driver_that_is_halted_while_it_claims_an_epoch_gets_none(tmp_path):
+def test_a_driver_that_is_halted_while_it_claims_an_epoch_claims_none(tmp_path):
     class Halted(Storage):
-        """Another driver starts after this one has looked, and before it writes."""
+        """Another driver claims the epoch after this one has read it and before it writes."""
 
         def write_bytes(self, name, data):
             assert DriverEpoch.claim_next(Storage(str(tmp_path)), OTHER).number == 1
@@ -93,7 +93,7 @@ def test_the_error_of_a_superseded_driver_names_its_successor(tmp_path):
     epoch.check()
     epoch.raise_if_over()
     DriverEpoch.claim_next(storage, OTHER)
-    epoch.raise_if_over()  # it has not looked yet
+    epoch.raise_if_over()  # it has not checked yet
     with pytest.raises(SupersededError) as caught:
         epoch.check()
     assert str(caught.value) == (
@@ -103,7 +103,7 @@ def test_the_error_of_a_superseded_driver_names_its_successor(tmp_path):
     assert epoch.is_over
 
 
-def test_a_holder_notices_by_itself_that_its_epoch_is_over(tmp_path, monkeypatch):
+def test_a_driver_notices_by_itself_that_its_epoch_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(hold, "BEAT_S", 0.02)
     storage, noticed = Objects(str(tmp_path)), threading.Event()
     with hold.held(storage, "run.run_dir") as epoch:
@@ -111,11 +111,11 @@ def test_a_holder_notices_by_itself_that_its_epoch_is_over(tmp_path, monkeypatch
         while not epoch.is_over and not noticed.wait(0.01):
             pass
         (claim,) = (tmp_path / "drivers").iterdir()
-        storage.delete_dir(f"drivers/{claim.name}")  # as who took over does
-    assert list((tmp_path / "drivers").iterdir()) == [], "and it claims nothing any more"
+        storage.delete_dir(f"drivers/{claim.name}")  # as the driver that takes over does
+    assert list((tmp_path / "drivers").iterdir()) == [], "it claims nothing any more"
 
 
-# the files
+# files
 
 
 CHANGES = {
@@ -140,7 +140,7 @@ def test_a_driver_whose_epoch_is_over_changes_no_file(tmp_path, change):
     with pytest.raises(SupersededError):
         change(mine, tmp_path)
     assert contents(tmp_path) == before
-    assert mine.read_bytes("a") == b"a before", "to read is allowed"
+    assert mine.read_bytes("a") == b"a before", "reading is allowed"
     change(storage, tmp_path)
     assert contents(tmp_path) != before
 
@@ -149,15 +149,15 @@ def contents(path):
     return {str(p.relative_to(path)): p.is_file() and p.read_bytes() for p in path.rglob("*")}
 
 
-def test_a_driver_that_is_halted_while_it_writes_puts_nothing_in_place(tmp_path):
+def test_a_driver_that_is_superseded_while_it_writes_replaces_no_file(tmp_path):
     storage = Storage(str(tmp_path))
     epoch = DriverEpoch.claim_next(storage, ME)
     storage.write_bytes("result.json", b"the other's")
-    looks = []
+    checks = []
 
     def check():
-        looks.append(1)
-        if len(looks) == 2:  # it has written aside, and is about to rename
+        checks.append(1)
+        if len(checks) == 2:  # the temporary file is written, and renaming it is next
             DriverEpoch.claim_next(storage, OTHER)
         epoch.check()
 
@@ -176,8 +176,8 @@ def storage(request, tmp_path, monkeypatch):
     return Storage(str(tmp_path))
 
 
-def taken_over(storage, epoch, keep=2):
-    """Return the store of a driver that goes on with a run."""
+def store_taken_over_by(storage, epoch, keep=2):
+    """Return the store of the driver that takes over a run with an epoch."""
     store = CheckpointStore(storage, keep=keep, driver_epoch=epoch)
     store.take_over(store.read()[0])
     return store
@@ -186,8 +186,8 @@ def taken_over(storage, epoch, keep=2):
 def test_a_checkpoint_that_an_earlier_driver_completes_late_is_not_the_newest(storage):
     before = CheckpointStore(storage)
     before.write(make(120))
-    now = taken_over(storage, 2)
-    before.write(make(900))  # it was halted, and knows nothing
+    now = store_taken_over_by(storage, 2)
+    before.write(make(900))  # it was halted and does not know of the other driver
     assert now.names()[-1] == "round-00000120-e2"
     assert CheckpointStore(storage, driver_epoch=3).read()[0].progress.round == 120
     assert CheckpointStore(storage).newest_round == 120
@@ -196,10 +196,10 @@ def test_a_checkpoint_that_an_earlier_driver_completes_late_is_not_the_newest(st
     assert now.num_late == 1, "it is counted"
 
 
-def test_an_earlier_driver_that_wakes_up_deletes_no_checkpoint_of_a_later_one(storage):
+def test_an_earlier_driver_that_continues_deletes_no_checkpoint_of_a_later_one(storage):
     before = CheckpointStore(storage, keep=1)
     before.write(make(120))
-    now = taken_over(storage, 2, keep=1)
+    now = store_taken_over_by(storage, 2, keep=1)
     now.write(make(130))
     (storage_of_unfinished := storage).write_bytes("checkpoints/round-00000140-e2/center", b"x")
     for round in (125, 150, 160):
@@ -212,8 +212,8 @@ def test_an_earlier_driver_that_wakes_up_deletes_no_checkpoint_of_a_later_one(st
 def test_a_later_driver_depends_on_nothing_that_an_earlier_one_may_delete(storage):
     before = CheckpointStore(storage, keep=1)
     before.write(make(120))
-    now = taken_over(storage, 2, keep=1)
-    before.write(make(121))  # which deletes all others of its own
+    now = store_taken_over_by(storage, 2, keep=1)
+    before.write(make(121))  # deletes its own earlier checkpoints
     checkpoint, damage = CheckpointStore(storage, driver_epoch=3).read()
     assert (checkpoint.progress.round, damage) == (120, [])
     assert now.find_damage() == []
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_an_error(storage):
 def test_a_copy_is_marked_as_one_and_has_the_same_bytes(storage, tmp_path):
     CheckpointStore(storage, keep=3).write(make(120))
     source = contents(tmp_path / "checkpoints/round-00000120")
-    taken_over(storage, 7, keep=3)
+    store_taken_over_by(storage, 7, keep=3)
     copied = contents(tmp_path / "checkpoints/round-00000120-e7")
     manifest = json.loads(copied.pop("manifest.json"))
     assert (manifest["driver_epoch"], manifest["copy_of"]) == (7, "round-00000120")
@@ -239,18 +239,18 @@ def test_a_copy_is_marked_as_one_and_has_the_same_bytes(storage, tmp_path):
     assert copied == source
 
 
-def test_starts_that_fail_leave_one_copy(storage):
+def test_failed_starts_leave_one_copy(storage):
     CheckpointStore(storage).write(make(110))
     CheckpointStore(storage).write(make(120))
     for epoch in range(2, 6):
-        taken_over(storage, epoch)
+        store_taken_over_by(storage, epoch)
     names = CheckpointStore(storage).names()
     assert names == ["round-00000110", "round-00000120-e5"]
 
 
-def test_a_round_that_is_written_again_in_one_start_has_another_name(storage):
+def test_a_round_that_a_start_writes_again_has_another_name(storage):
     CheckpointStore(storage).write(make(120))
-    now = taken_over(storage, 2)
+    now = store_taken_over_by(storage, 2)
     assert now.write(make(120)) == "round-00000120-e2.1"
     assert now.names()[-1] == "round-00000120-e2.1"
 
@@ -260,19 +260,19 @@ def test_weights_that_an_earlier_driver_wrote_late_are_not_the_trained_ones(stor
     before.write(make(120))
     before.write_trained(make(120).center, 120)
     assert before.has_trained(120)
-    now = taken_over(storage, 2)
+    now = store_taken_over_by(storage, 2)
     now.write(make(140))
     now.write_trained(make(140).center, 140)
     assert now.has_trained(140)
     others = {name: tensor + 1 for name, tensor in make(140).center.items()}
-    before.write_trained(others, 140)  # its own way to the same round
+    before.write_trained(others, 140)  # another center of the same round
     assert not now.has_trained(140)
     assert not CheckpointStore(storage, driver_epoch=3).has_trained(140)
     (sentence,) = now.find_damage()
     assert "center.safetensors: it differs from the center of the newest checkpoint" in sentence
 
 
-def test_the_manifest_of_a_run_of_one_start_is_named_as_ever(storage):
+def test_checkpoints_of_a_run_with_one_start_have_plain_names(storage):
     store = CheckpointStore(storage)
     assert store.write(with_progress(make(3), generation=2)) == "round-00000003"
     manifest = json.loads(storage.read_bytes("checkpoints/round-00000003/manifest.json"))

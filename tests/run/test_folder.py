@@ -1,4 +1,4 @@
-"""A run's folder: what is copied to where the run is kept."""
+"""A run's folder and its copies in the storage of the run."""
 
 import tracemalloc
 
@@ -11,7 +11,7 @@ from raydl.storage import Storage
 
 
 def make(tmp_path, name="run"):
-    """Return a run's folder that is kept elsewhere, with a local folder of its own."""
+    """Return the folder of a run with a storage path, with a local folder of its own."""
     run = RunConfig(run_dir=str(tmp_path / name / "run"), storage_path=str(tmp_path / "kept"))
     folder = RunFolder(TrainConfig(run=run))
     folder.path.mkdir(parents=True)
@@ -64,7 +64,9 @@ def test_a_run_resumed_elsewhere_fetches_all_event_files_and_copies_none_back(
     for number in (1, 2):
         (here.path / f"events.out.tfevents.{number}").write_bytes(b"a start")
     here.publish_events()
-    (there.path / "events.out.tfevents.1").write_bytes(b"a start")  # it came as far as this
+    (there.path / "events.out.tfevents.1").write_bytes(
+        b"a start"
+    )  # as far as it was fetched before
     there.load_earlier(TrainConfig())
     assert sorted(path.name for path in there.path.iterdir()) == [
         "events.out.tfevents.1",
@@ -96,26 +98,28 @@ def test_the_longer_file_of_a_tracker_is_the_newer_one_by_its_size_alone(tmp_pat
     assert (there.path / "tracker-mlflow.json").read_bytes() == b"{longer}"
 
 
-def fails(self, local, name):
+def fail_to_copy(self, local, name):
     raise OSError(28, "No space left on device")
 
 
-def test_a_failed_copy_is_reported_in_a_sentence(tmp_path, monkeypatch):
+def test_a_failed_copy_is_an_error_with_its_reason(tmp_path, monkeypatch):
     folder = make(tmp_path)
     (folder.path / "events.out.tfevents.1").write_bytes(b"a start")
-    monkeypatch.setattr(Storage, "copy_in", fails)
+    monkeypatch.setattr(Storage, "copy_in", fail_to_copy)
     with pytest.raises(OSError, match=r"^the curves in .*run could not be copied: .*No space"):
         folder.publish_events()
 
 
-def test_a_run_whose_curves_can_not_be_copied_is_complete_otherwise(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Storage, "copy_in", fails)
+def test_a_run_whose_curves_can_not_be_copied_has_all_its_other_files(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Storage, "copy_in", fail_to_copy)
     where = ["--run-dir", str(tmp_path / "run"), "--storage-path", str(tmp_path / "kept")]
     what = ["--workers", "0", "--model", "mlp", "--data", "synthetic:96", "--epochs", "2"]
     assert cli.main(["train", *what, *where, "--run.progress", "plain"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("could not be copied") >= 1
-    assert "; all other files of the run are complete" in told
+    output = capsys.readouterr().out
+    assert output.count("could not be copied") >= 1
+    assert "; all other files of the run are complete" in output
     kept = tmp_path / "kept/run"
     assert (kept / "center.safetensors").exists()
     assert (kept / "result.json").exists()

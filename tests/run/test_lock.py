@@ -34,7 +34,7 @@ TRAIN = [
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch):
+def short_intervals(monkeypatch):
     monkeypatch.setattr(hold, "BEAT_S", 0.05)
     monkeypatch.setattr(hold, "POLL_S", 0.02)
 
@@ -54,7 +54,7 @@ def other_driver(tmp_path):
     process.communicate(timeout=10)
 
 
-def take(storage):
+def acquire_and_release(storage):
     with hold.held(storage, "run.run_dir"):
         pass
 
@@ -62,31 +62,31 @@ def take(storage):
 @pytest.mark.parametrize("kind", [Storage, Objects])
 def test_a_folder_is_held_by_one_driver_and_released(tmp_path, kind):
     with hold.held(kind(str(tmp_path)), "run.run_dir"), pytest.raises(ConfigError) as caught:
-        take(kind(str(tmp_path)))
+        acquire_and_release(kind(str(tmp_path)))
     sentence = str(caught.value)
     assert sentence.startswith(f"run.run_dir {tmp_path} is in use by process ")
     assert " since 20" in sentence
     assert sentence.endswith("name another folder, or stop that run first: --resume continues it")
-    take(kind(str(tmp_path)))
+    acquire_and_release(kind(str(tmp_path)))
 
 
 @pytest.mark.parametrize("kind", [Storage, Objects])
-def test_an_error_of_the_run_gives_the_folder_back(tmp_path, kind):
+def test_an_error_of_the_run_releases_the_folder(tmp_path, kind):
     with pytest.raises(ZeroDivisionError), hold.held(kind(str(tmp_path)), "run.run_dir"):
         raise ZeroDivisionError
-    take(kind(str(tmp_path)))
+    acquire_and_release(kind(str(tmp_path)))
 
 
-def test_a_driver_that_is_killed_gives_the_folder_back_at_once(tmp_path, other_driver):
+def test_the_folder_of_a_killed_driver_is_free_at_once(tmp_path, other_driver):
     with pytest.raises(ConfigError, match=f"in use by process {other_driver.pid} on "):
-        take(Storage(str(tmp_path)))
+        acquire_and_release(Storage(str(tmp_path)))
     other_driver.kill()
     other_driver.wait(timeout=10)
-    take(Storage(str(tmp_path)))
+    acquire_and_release(Storage(str(tmp_path)))
 
 
 def test_a_lock_that_is_released_late_is_awaited_and_logged_once(tmp_path, other_driver):
-    said, waits = [], []
+    messages, waits = [], []
 
     def sleep(seconds):
         waits.append(seconds)
@@ -96,14 +96,14 @@ def test_a_lock_that_is_released_late_is_awaited_and_logged_once(tmp_path, other
 
     storage = Storage(str(tmp_path))
     hold.wait_until_free(
-        storage, wait_s=180.0, log=said.append, clock=lambda: sum(waits), sleep=sleep
+        storage, wait_s=180.0, log=messages.append, clock=lambda: sum(waits), sleep=sleep
     )
-    assert said == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to end"]
+    assert messages == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to end"]
     assert len(waits) == 2
-    take(storage)
+    acquire_and_release(storage)
 
 
-def test_a_lock_that_is_not_given_back_is_waited_for_within_bounds(tmp_path, other_driver):
+def test_the_wait_for_a_lock_that_is_not_released_is_bounded(tmp_path, other_driver):
     waits = []
     hold.wait_until_free(
         Storage(str(tmp_path)),
@@ -115,13 +115,13 @@ def test_a_lock_that_is_not_given_back_is_waited_for_within_bounds(tmp_path, oth
     assert 10 <= sum(waits) < 20
 
 
-def test_waiting_for_a_folder_makes_none(tmp_path):
+def test_waiting_for_a_folder_does_not_create_it(tmp_path):
     hold.wait_until_free(Storage(str(tmp_path / "none")), wait_s=10.0)
     hold.wait_until_free(Objects(str(tmp_path)), wait_s=10.0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_no_descriptor(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_no_descriptor_open(tmp_path, monkeypatch):
     def full(descriptor, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -129,9 +129,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_descriptor(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(hold.os, "write", full)
         with pytest.raises(ConfigError, match=r"driver\.lock cannot be written: .*No space left"):
-            take(Storage(str(tmp_path)))
+            acquire_and_release(Storage(str(tmp_path)))
     assert len(os.listdir("/proc/self/fd")) == num_open
-    take(Storage(str(tmp_path)))
+    acquire_and_release(Storage(str(tmp_path)))
 
 
 def test_a_probe_that_finds_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
@@ -146,11 +146,11 @@ def test_a_probe_that_finds_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Storage, Objects])
-def test_of_many_drivers_that_start_together_one_holds_the_folder(tmp_path, kind):
+def test_of_many_drivers_that_start_together_only_one_holds_the_folder(tmp_path, kind):
     start, end = threading.Barrier(4), threading.Event()
     outcomes = []
 
-    def come():
+    def try_to_hold():
         start.wait(timeout=10)
         try:
             with hold.held(kind(str(tmp_path)), "run.run_dir"):
@@ -159,7 +159,7 @@ def test_of_many_drivers_that_start_together_one_holds_the_folder(tmp_path, kind
         except ConfigError:
             outcomes.append("refused")
 
-    threads = [threading.Thread(target=come) for _ in range(4)]
+    threads = [threading.Thread(target=try_to_hold) for _ in range(4)]
     for thread in threads:
         thread.start()
     until = time.monotonic() + 20
@@ -184,33 +184,33 @@ def test_a_claim_without_heartbeats_is_taken_over(tmp_path, monkeypatch):
 
 
 def test_a_driver_that_was_halted_while_it_polled_considers_no_driver_lost(tmp_path, monkeypatch):
-    hours = itertools.count(step=3600.0)  # it sleeps that long between any two looks at the clock
+    hours = itertools.count(step=3600.0)  # one between any two readings of the clock
     storage = Objects(str(tmp_path))
     with hold.held(storage, "run.run_dir"), monkeypatch.context() as patch:
         patch.setattr(hold.time, "monotonic", lambda: next(hours))
         with pytest.raises(ConfigError, match="is in use by process"):
-            take(storage)
+            acquire_and_release(storage)
 
 
 def test_a_holder_without_a_record_still_holds(tmp_path, other_driver):
     (tmp_path / "driver.lock").write_text("")
     with pytest.raises(ConfigError, match="in use by another driver; name another"):
-        take(Storage(str(tmp_path)))
+        acquire_and_release(Storage(str(tmp_path)))
 
 
-@pytest.mark.parametrize("words", [[], ["--resume"]])
-def test_a_second_run_in_the_folder_of_a_live_one_is_refused(tmp_path, capsys, words):
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_a_second_run_in_the_folder_of_a_live_one_is_refused(tmp_path, capsys, options):
     folder = str(tmp_path / "run")
     assert cli.main([*TRAIN, "--run-dir", folder]) == 0
     capsys.readouterr()
     with hold.held(Storage(folder), "run.run_dir"):
-        assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *words]) == 2
+        assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *options]) == 2
     assert f"error: run.run_dir {folder} is in use by process" in capsys.readouterr().err
-    status = 0 if words else 2  # without --resume there is a run, though a dead one
-    assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *words]) == status
+    status = 0 if options else 2  # without --resume there is a run, whose driver has ended
+    assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *options]) == status
 
 
-def test_a_mistyped_folder_is_not_made_by_resume(tmp_path, capsys):
+def test_resume_does_not_create_a_mistyped_folder(tmp_path, capsys):
     assert cli.main([*TRAIN, "--run-dir", str(tmp_path / "typo"), "--resume"]) == 2
     assert "no run is there" in capsys.readouterr().err
     assert not (tmp_path / "typo").exists()
@@ -218,15 +218,15 @@ def test_a_mistyped_folder_is_not_made_by_resume(tmp_path, capsys):
 
 def test_a_storage_that_can_not_be_written_is_an_error_before_any_start(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    words = ["--run-dir", str(tmp_path / "r"), "--storage-path", str(tmp_path / "file")]
-    assert cli.main([*TRAIN, *words]) == 2
+    options = ["--run-dir", str(tmp_path / "r"), "--storage-path", str(tmp_path / "file")]
+    assert cli.main([*TRAIN, *options]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"error: run.storage_path {tmp_path}/file/r cannot be written: ")
-    assert error.endswith(": not a directory"), "no number of an error, and its words once"
+    assert error.endswith(": not a directory"), "without an error number, and with its reason once"
     assert "\n" not in error
 
 
-def test_the_query_of_a_uri_stays_last():
+def test_the_query_of_a_uri_stays_at_its_end():
     from raydl.storage import below, parent_and_name
 
     place = below("s3://b/runs/?region=eu", "a")
@@ -247,7 +247,7 @@ def test_the_query_of_a_uri_stays_last():
         ("s3://bucket/a?region=eu", ("s3://bucket?region=eu", "a")),
     ],
 )
-def test_a_place_that_is_taken_apart_is_put_together_again(place, parts):
+def test_a_place_that_is_split_can_be_joined_again(place, parts):
     from raydl.storage import below, parent_and_name
 
     assert parent_and_name(place) == parts

@@ -1,4 +1,4 @@
-"""What a person sees fits the terminal and says what is known."""
+"""The progress of a run fits the terminal and shows all values."""
 
 import dataclasses
 import io
@@ -55,10 +55,10 @@ def test_the_panel_fits_the_terminal(view, width):
 
 def test_the_panel_shows_all_values():
     text = rendered(VIEW, 80)
-    words = ["training", "epoch 1.5/5", "90,000", "4,200/s", "0.1040", "98.61%", "2:8"]
-    words += ["3 training, 1 starting, 1 left out", "generation 3: w1 joins"]
-    for word in [*words, "6.0%", "1:15", "30%", "left 0:50"]:
-        assert word in text, word
+    values = ["training", "epoch 1.5/5", "90,000", "4,200/s", "0.1040", "98.61%", "2:8"]
+    values += ["3 training, 1 starting, 1 left out", "generation 3: w1 joins"]
+    for value in [*values, "6.0%", "1:15", "30%", "left 0:50"]:
+        assert value in text, value
     assert "-/s" in rendered(NOTHING, 80)
     assert "loss 0.0512" not in text
     assert "loss 0.0512" in rendered(dataclasses.replace(VIEW, center_accuracy=None), 80)
@@ -71,7 +71,7 @@ def update_each_second(reporter, now, num_seconds):
         reporter.update(VIEW)
 
 
-def test_plain_lines_are_printed_every_few_seconds_and_for_a_new_accuracy():
+def test_plain_lines_are_printed_every_few_seconds_and_at_a_new_accuracy():
     now = [0.0]
     console = Console(file=io.StringIO(), width=200)
     plain = PlainLines(console, clock=lambda: now[0])
@@ -100,7 +100,7 @@ def test_the_communication_share_by_hand():
     assert mean_parts([parts, TimeParts().as_dict()])["forward_backward"] == 3.0
 
 
-def test_lines_of_json_have_the_events_and_every_few_seconds_the_progress():
+def test_json_lines_have_all_events_and_the_progress_every_few_seconds():
     now = [0.0]
     console = Console(file=io.StringIO(), width=40)
     lines = JsonLines(console, clock=lambda: now[0])
@@ -115,9 +115,9 @@ def test_lines_of_json_have_the_events_and_every_few_seconds_the_progress():
 
 
 def test_events_reach_the_logger_of_the_package():
-    told = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("raydl")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -126,4 +126,4 @@ def test_events_reach_the_logger_of_the_package():
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert told == ["s3://b is 100% full"]
+    assert messages == ["s3://b is 100% full"]

@@ -1,4 +1,4 @@
-"""The recorder: a failed checkpoint is told, speed and shares are worked out."""
+"""The recorder logs failed checkpoints, and computes speeds and shares."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_overdue_is_logged_once(monkeypatch):
     assert len(memory.sentences) == 1
     show(246.0)
     assert len(memory.sentences) == 2
-    show(400.0, State.WAITING)  # with a checkpoint of what all go on from
+    show(400.0, State.WAITING)  # with a checkpoint of the center that all workers continue from
     show(519.0)
     show(521.0)
     assert len(memory.sentences) == 3
@@ -81,7 +81,7 @@ def fails_to_copy():
     raise OSError("the curves in runs/x could not be copied: the bucket does not exist")
 
 
-def test_curves_that_can_not_be_copied_are_logged_and_end_no_run():
+def test_curves_that_can_not_be_copied_are_logged_and_do_not_end_the_run():
     recorder, memory = make(Store(), after_checkpoint=fails_to_copy)
     recorder.checkpoint(collected(1))
     recorder.checkpoints.wait()
@@ -96,18 +96,18 @@ def test_curves_that_can_not_be_copied_are_logged_and_end_no_run():
 
 def test_samples_that_are_left_out_are_logged_less_and_less_often():
     recorder, _ = make(Store())
-    told = []
-    recorder._progress.event = told.append
+    messages = []
+    recorder._progress.event = messages.append
     for count in range(1, 101):
-        for worker_id in ("w0", "w1"):  # a report is seen again with each record
+        for worker_id in ("w0", "w1"):  # each record has the latest report again
             reports = {worker_id: report_of(worker_id, local_step=count, left_out=count)}
             recorder.record(record_at(count), reports)
-    assert [sentence.split(";")[0] for sentence in told[:2]] == [
+    assert [sentence.split(";")[0] for sentence in messages[:2]] == [
         "skipped a sample that cannot be read",
         "skipped 2 samples that cannot be read",
     ]
-    assert len(told) == 8
-    assert told[0].endswith("the last: train-0.parquet, row group 3: row 2 holds no picture")
+    assert len(messages) == 8
+    assert messages[0].endswith("the last: train-0.parquet, row group 3: row 2 holds no picture")
     assert recorder.figures()["left_out_samples"] == 200
     recorder.close()
 
@@ -129,8 +129,8 @@ def test_the_samples_of_a_worker_that_leaves_and_rejoins_are_counted_once():
 
 def test_a_chosen_tuning_is_logged_once():
     recorder, _ = make(Store())
-    told = []
-    recorder._progress.event = told.append
+    messages = []
+    recorder._progress.event = messages.append
     first = Choice(1, ExchangeTuning(10, 9, "none"), "the link is thin")
     second = Choice(2, ExchangeTuning(20, 9, "int8", fragments=2), "the link is thinner")
     again = dataclasses.replace(second, generation=3, reason="the workers before chose it")
@@ -138,7 +138,7 @@ def test_a_chosen_tuning_is_logged_once():
         report = report_of("w0", local_step=step, choice=choice)
         recorder.record(record_at(step), {"w0": report})
     recorder.close()
-    assert told == [
+    assert messages == [
         "exchanges use period 10, delay 9: the link is thin",
         "exchanges use period 20, 2 fragments, delay 9, int8: the link is thinner",
     ]
@@ -188,11 +188,11 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert {p["exchange/refused"] for _, p in memory.points if "exchange/refused" in p} == {3}
 
 
-def test_sentences_of_one_moment_are_a_sample_apart_for_tensorboard_shows_one_for_each():
+def test_simultaneous_events_are_a_sample_apart_since_tensorboard_shows_one_per_step():
     recorder, memory = make(Store())
     recorder.event("generation 1: w0 starts")
     recorder.formed(Membership(1, ("w0",)), "w0 starts")
-    recorder.event("w1 was asked for")
+    recorder.event("w1 was requested")
     recorder.record(record_at(5), {})
     recorder.event("w1 joins")
     recorder.close()
@@ -215,7 +215,7 @@ def test_records_that_arrive_together_do_not_look_fast(monkeypatch):
     assert speeds == [100.0, 200.0, 150.0, 100.0, 150.0]
 
 
-def test_examples_are_drawn_now_and_then_and_always_at_the_end():
+def test_examples_are_drawn_occasionally_and_always_at_the_end():
     recorder, memory = make(Store())
     for num_samples in (2, 4, 6):
         recorder.evaluated(score_at(num_samples, (0,) * 16))
@@ -287,7 +287,7 @@ def test_a_snapshot_is_restored_from_its_checkpoint():
 
 
 def test_a_resumed_run_continues_the_clock_of_its_end_and_its_schedule():
-    """Of 3600 s by the driver's clock all but 10 s were waits."""
+    """Of 3600 s on the driver's clock, 10 s were training and the rest were waits."""
     gathered = collected(3)
     gathered = dataclasses.replace(
         gathered, snapshot=with_progress(gathered.snapshot, seconds=10.0)
@@ -333,7 +333,7 @@ def at_round(round, staleness=2.0):
 
 
 def test_rounds_after_a_checkpoint_are_not_counted_twice_after_a_resume(monkeypatch):
-    """A checkpoint of round 50, written when the run is at round 100 already."""
+    """The checkpoint of round 50 is written when the run is already at round 100."""
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     kept = []

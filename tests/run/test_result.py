@@ -34,7 +34,7 @@ def test_a_checkpoint_gives_the_weights_of_the_center(result):
     assert load_file(f"{result.checkpoint.path}/center.safetensors").keys() == trained.keys()
 
 
-def test_what_is_not_there_is_one_sentence(result, tmp_path):
+def test_a_missing_run_result_or_checkpoint_is_an_error(result, tmp_path):
     with pytest.raises(DataError, match="no run is there"):
         raydl.Result.from_path(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

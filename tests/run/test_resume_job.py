@@ -1,4 +1,4 @@
-"""What the cluster does with a run that is submitted again."""
+"""A resubmitted job resumes its run, or begins it."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def test_a_run_that_was_complete_when_its_driver_was_lost_ends_well(tmp_path, ca
     assert resume_job.resume(options_of(run)) == 0
     assert capsys.readouterr().out == f"the run is complete: {run}\n"
     assert (run / "result.json").read_bytes() == before
-    (run / "center.safetensors").unlink()  # its driver was lost before it had written all
+    (run / "center.safetensors").unlink()  # the driver was lost before it wrote all files
     assert resume_job.resume(options_of(run)) == 0
     assert (run / "center.safetensors").exists()
 
@@ -59,8 +59,8 @@ def test_a_longer_run_that_was_complete_when_its_driver_was_lost_ends_well(
     assert resume_job.resume(longer) == 2
 
 
-def begin(run, monkeypatch, submission):
-    """Leave what an attempt leaves that was lost before its first checkpoint."""
+def leave_lost_attempt(run, monkeypatch, submission):
+    """Leave the folder of an attempt that was lost before its first checkpoint."""
     monkeypatch.setenv("RAYDL_SUBMISSION", submission)
     assert cli.main(["train", *options_of(run)]) == 0
     shutil.rmtree(run / "checkpoints")
@@ -76,7 +76,7 @@ def test_a_run_that_was_lost_before_it_wrote_anything_is_begun(tmp_path, monkeyp
 
 def test_a_run_that_was_lost_before_its_first_checkpoint_begins_anew(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    begin(run, monkeypatch, "ours")
+    leave_lost_attempt(run, monkeypatch, "ours")
     (run / "notes.txt").write_text("mine")
     assert resume_job.resume([*options_of(run), "--run.progress", "plain"]) == 0
     assert capsys.readouterr().out.count(f"no checkpoint yet: the run starts again in {run}") == 1
@@ -89,10 +89,12 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_begins_anew(tmp_path, c
 
 
 @pytest.mark.parametrize("whose", ["another submission", "a stranger", "nobody"])
-def test_a_folder_of_others_is_refused_and_keeps_all_it_has(tmp_path, capsys, monkeypatch, whose):
+def test_a_folder_of_another_run_is_refused_and_stays_unchanged(
+    tmp_path, capsys, monkeypatch, whose
+):
     run = tmp_path / "run"
     if whose == "another submission":
-        begin(run, monkeypatch, "theirs")
+        leave_lost_attempt(run, monkeypatch, "theirs")
     else:
         run.mkdir()
         (run / "config.json").write_text("{}" if whose == "a stranger" else "no JSON")
@@ -107,9 +109,9 @@ def test_a_folder_of_others_is_refused_and_keeps_all_it_has(tmp_path, capsys, mo
     }
 
 
-def test_a_folder_whose_driver_lives_is_refused(tmp_path, capsys, monkeypatch):
+def test_the_folder_of_a_live_driver_is_refused(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    begin(run, monkeypatch, "ours")
+    leave_lost_attempt(run, monkeypatch, "ours")
     monkeypatch.setattr(resume_job, "LOCK_WAIT_S", 0.0)
     with held(Storage(str(run)), "run.run_dir"):
         assert resume_job.resume(options_of(run)) == 2
@@ -124,7 +126,7 @@ def test_resume_without_a_run_fails_after_a_resubmission_too(tmp_path, capsys):
 
 def test_resume_needs_a_config_of_raydl_and_a_run_that_has_not_ended(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    begin(run, monkeypatch, "ours")
+    leave_lost_attempt(run, monkeypatch, "ours")
     (run / "result.json").write_text("{}")
     assert cli.main(["train", *options_of(run), "--resume"]) == 2
     assert "there is none to resume from" in capsys.readouterr().err
@@ -144,7 +146,9 @@ def test_a_stopped_run_is_resumed_by_its_folder_and_not_a_uri(capsys, monkeypatc
     assert f"the same command with --run-dir {place} --resume\n" in capsys.readouterr().out
 
 
-def test_a_storage_that_fails_a_second_attempt_is_one_sentence(tmp_path, capsys, monkeypatch):
+def test_a_storage_that_fails_at_a_second_attempt_is_an_error_with_its_reason(
+    tmp_path, capsys, monkeypatch
+):
     def fail(self):
         raise OSError("the disk is gone")
 

@@ -1,4 +1,4 @@
-"""A run goes on only with the samples in the order that it began with."""
+"""A run resumes only with its samples in the order of its start."""
 
 import dataclasses
 import errno
@@ -22,8 +22,8 @@ from raydl.run.resume import Start
 BEGAN = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
 
 
-def resume(tmp_path, order, *, is_old=False):
-    """Begin a run in the order BEGAN, keep one checkpoint, and open it again in another order."""
+def begin_and_resume(tmp_path, order, *, is_old=False):
+    """Begin a run with the order BEGAN, write a checkpoint, and resume it with another order."""
     config = TrainConfig(data="digits", run=RunConfig(run_dir=str(tmp_path / "run")))
     flat = FlatModel(torch.nn.Linear(2, 1))
     folder = RunFolder(config)
@@ -36,10 +36,10 @@ def resume(tmp_path, order, *, is_old=False):
         if is_old:
             del checkpoint.state["order"]
         CheckpointStore(start.folder.storage).write(checkpoint)
-    return open_again(config, flat, order)
+    return resume_with(config, flat, order)
 
 
-def open_again(config, flat, order):
+def resume_with(config, flat, order):
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     folder = RunFolder(again)
     with folder.held(resume=True):
@@ -56,25 +56,27 @@ def open_again(config, flat, order):
 )
 def test_a_run_does_not_resume_with_its_samples_in_another_order(tmp_path, order):
     with pytest.raises(ConfigError, match="trained on twice; keep the settings of input"):
-        resume(tmp_path, order)
+        begin_and_resume(tmp_path, order)
 
 
 def test_a_run_resumes_with_its_samples_in_the_same_order(tmp_path):
     same = InBlocks(np.array([5, 5, 5, 5, 3]), 0, block_samples=8)
-    assert resume(tmp_path, same).snapshot.progress.round == 1
+    assert begin_and_resume(tmp_path, same).snapshot.progress.round == 1
 
 
-def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
+def test_a_run_does_not_resume_with_another_number_of_samples(tmp_path):
     with pytest.raises(ConfigError, match="has 24 training samples, but the run began with 23"):
-        resume(tmp_path, Shuffled(24, 0))
+        begin_and_resume(tmp_path, Shuffled(24, 0))
 
 
-def test_a_checkpoint_without_the_name_of_its_order_is_resumed_from(tmp_path):
-    assert resume(tmp_path, BEGAN, is_old=True).snapshot.progress.round == 1
+def test_a_checkpoint_without_the_name_of_its_order_can_be_resumed(tmp_path):
+    assert begin_and_resume(tmp_path, BEGAN, is_old=True).snapshot.progress.round == 1
 
 
-def test_a_storage_that_fails_while_checkpoints_are_listed_is_one_sentence(tmp_path, monkeypatch):
-    start = resume(tmp_path, BEGAN)
+def test_a_storage_that_fails_while_checkpoints_are_listed_is_an_error_with_its_reason(
+    tmp_path, monkeypatch
+):
+    start = begin_and_resume(tmp_path, BEGAN)
 
     def fail(self):
         raise OSError(errno.EIO, "Input/output error")
@@ -82,4 +84,4 @@ def test_a_storage_that_fails_while_checkpoints_are_listed_is_one_sentence(tmp_p
     monkeypatch.setattr(CheckpointStore, "names", fail)
     config, flat = start.folder.read_config(), FlatModel(torch.nn.Linear(2, 1))
     with pytest.raises(UnreadableCheckpointError, match="/checkpoints: cannot be read: "):
-        open_again(config, flat, BEGAN)
+        resume_with(config, flat, BEGAN)

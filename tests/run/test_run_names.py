@@ -1,4 +1,4 @@
-"""A run has a name: its folder, its place below the storage, and its name in trackers."""
+"""A run's name is its folder, its place below the storage path, and its name in trackers."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data",
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """The folder in which the commands run."""
+def working_folder(tmp_path, monkeypatch):
+    """The working folder of the commands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -63,8 +63,8 @@ def test_a_name_that_contradicts_the_folder_is_refused():
 
 
 @pytest.mark.parametrize("storage", [[], ["--storage-path", "kept"]])
-def test_a_used_name_is_refused_and_resume_continues_its_run(here, capsys, storage):
-    kept = here / ("kept" if storage else "runs") / "first"
+def test_a_used_name_is_refused_and_resume_continues_its_run(working_folder, capsys, storage):
+    kept = working_folder / ("kept" if storage else "runs") / "first"
     assert train("--name", "first", "--epochs", "1", *storage) == 0
     before = (kept / "result.json").read_bytes()
     capsys.readouterr()
@@ -80,10 +80,10 @@ def test_a_used_name_is_refused_and_resume_continues_its_run(here, capsys, stora
     assert json.loads((kept / "config.json").read_text())["config"]["run"]["name"] == "first"
 
 
-def test_a_name_without_a_run_can_not_be_resumed(here, capsys):
+def test_a_name_without_a_run_can_not_be_resumed(working_folder, capsys):
     assert train("--name", "frist", "--resume") == 2
     assert "runs/frist: no run is there" in capsys.readouterr().err
-    assert not (here / "runs").exists()
+    assert not (working_folder / "runs").exists()
 
 
 def test_commands_find_a_run_by_its_name(capsys):
@@ -112,9 +112,9 @@ def test_trackers_show_the_name(monkeypatch):
     assert shown == [("first", "first")]
 
 
-def test_a_folder_of_the_same_name_comes_before_a_run_in_runs(here):
+def test_a_folder_of_the_same_name_comes_before_a_run_in_runs(working_folder):
     for folder in ("first", "runs/first"):
-        (here / folder).mkdir(parents=True)
+        (working_folder / folder).mkdir(parents=True)
     assert open_run("first").root == "first"
     assert open_run("runs/first").root == "runs/first"
 

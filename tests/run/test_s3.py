@@ -1,4 +1,4 @@
-"""Data in, checkpoints and events out, through a server that speaks S3's own protocol."""
+"""Data, checkpoints and events on S3, through a local server with S3's protocol."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def environment(server, monkeypatch, tmp_path):
-    """What a user sets: where the server is, and who asks."""
+    """The user's environment variables: the server's address and the credentials."""
     use_keys_of_nobody(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
 
@@ -73,7 +73,7 @@ def finished(server, tmp_path_factory):
     return "s3://kept/runs/finished", path
 
 
-def test_all_of_a_run_is_on_s3_and_nothing_is_left_over(finished):
+def test_all_files_of_a_run_are_on_s3_and_no_temporary_ones(finished):
     uri, path = finished
     storage = Storage(uri)
     names = {name for name in storage.list_dir("") if storage.list_dir(name) or "." in name}
@@ -114,7 +114,7 @@ def test_a_run_that_is_resumed_elsewhere_ends_with_the_same_bits(finished, tmp_p
 
     def write_one_checkpoint(storage, name, pieces):
         if whole_ones and name.startswith(("checkpoints/", "center")):
-            raise OSError("the network went away")
+            raise OSError("the network is down")
         written = write(storage, name, pieces)
         if name.endswith("manifest.json"):
             whole_ones.append(name)
@@ -129,10 +129,10 @@ def test_a_run_that_is_resumed_elsewhere_ends_with_the_same_bits(finished, tmp_p
     assert parts.read_bytes("center.safetensors") == whole.read_bytes("center.safetensors")
     kept = [name for name in parts.list_dir("") if name.startswith("events.out.tfevents")]
     assert len(kept) == 2, "one of each start"
-    assert all((tmp_path / "b/parts" / name).exists() for name in kept), "the first came along"
+    assert all((tmp_path / "b/parts" / name).exists() for name in kept), "all were fetched"
 
 
-def test_a_second_run_of_that_name_is_refused(finished, tmp_path, capsys):
+def test_a_second_run_with_the_same_name_is_refused(finished, tmp_path, capsys):
     assert train(tmp_path / "finished", "--epochs", "2") == 2
     assert "s3://kept/runs/finished already holds a run" in capsys.readouterr().err
     with hold.held(Storage(finished[0]), "run.storage_path"):
@@ -140,7 +140,7 @@ def test_a_second_run_of_that_name_is_refused(finished, tmp_path, capsys):
     assert "s3://kept/runs/finished is in use by process" in capsys.readouterr().err
 
 
-def test_a_folder_a_glob_and_a_file_of_data_are_read():
+def test_data_are_read_from_a_folder_a_glob_and_a_file():
     folder, some = load("s3://data/digits"), load("s3://data/digits/*.parquet")
     assert folder.train.num_samples == some.train.num_samples == 1438
     assert (folder.test.images == some.test.images).all()
@@ -152,9 +152,9 @@ def test_the_uri_itself_may_name_the_server(server, tmp_path, monkeypatch, capsy
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     host = quote(server.removeprefix("http://"), safe="")
     query = f"?endpoint_override={host}&scheme=http&region=us-east-1"
-    place, data = f"s3://kept/asked{query}", f"s3://data/digits{query}"
+    place, data = f"s3://kept/with-server{query}", f"s3://data/digits{query}"
     assert train(tmp_path / "run", "--epochs", "1", place=place, data=data) == 0
-    uri = f"s3://kept/asked/run{query}"
+    uri = f"s3://kept/with-server/run{query}"
     assert uri in capsys.readouterr().out
     assert cli.main(["status", uri]) == 0
     assert cli.main(["evaluate", uri]) == 0
@@ -232,18 +232,18 @@ def test_a_worker_is_removed_by_the_uri_of_its_run(monkeypatch):
 
 
 class Cut(Storage):
-    """A storage that fails at the manifest, which comes last."""
+    """A storage that fails at the manifest, the last file of a checkpoint."""
 
     def write_pieces(self, name, pieces):
         if name.endswith("manifest.json"):
-            raise OSError("the network went away")
+            raise OSError("the network is down")
         return super().write_pieces(name, pieces)
 
 
-def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():
+def test_a_checkpoint_that_was_cut_off_does_not_count_and_the_previous_one_stays():
     uri = "s3://kept/runs/cut"
     CheckpointStore(Storage(uri)).write(make(1))
-    with pytest.raises(CheckpointError, match="could not be written: the network went away"):
+    with pytest.raises(CheckpointError, match="could not be written: the network is down"):
         CheckpointStore(Cut(uri)).write(make(2))
     store = CheckpointStore(Storage(uri))
     assert store.names() == ["round-00000001"]
@@ -266,13 +266,13 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.fixture
 def drive(tmp_path):
-    """Start a driver of a long run that is kept on S3, with words of its command; end them all."""
+    """Start a driver of a long run on S3, with further options; end all drivers afterwards."""
     started = []
 
-    def drive(name, *words):
+    def drive(name, *more):
         options = [*TRAIN, "--epochs", "100000", "--run-dir", str(tmp_path / name / "halted")]
         process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *options, "--storage-path", "s3://kept/runs", *words],
+            [sys.executable, "-c", DRIVER, *options, "--storage-path", "s3://kept/runs", *more],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         started.append(process)
@@ -301,18 +301,18 @@ def test_a_superseded_driver_that_was_halted_ends_and_changes_nothing(drive, ser
     successor = drive("b", "--resume")
     wait_until(lambda: any(name.endswith("-e2") for name in store.names()[:1]))
     successor.send_signal(signal.SIGTERM)
-    said, _ = successor.communicate(timeout=BOUND_S)
-    assert successor.returncode == 143, said
+    output, _ = successor.communicate(timeout=BOUND_S)
+    assert successor.returncode == 143, output
     before = objects(server)
     assert halted.poll() is None
     os.kill(halted.pid, signal.SIGCONT)
-    said, _ = halted.communicate(timeout=BOUND_S)
-    assert halted.returncode == 3, said
-    error = said.splitlines()[-1]
+    output, _ = halted.communicate(timeout=BOUND_S)
+    assert halted.returncode == 3, output
+    error = output.splitlines()[-1]
     assert error.startswith(f"error: s3://kept/runs/halted: process {successor.pid} on ")
     assert "; this driver, of epoch 1, ends" in error
-    # What it was writing as it was halted may still come: a status, its own curves, and a file of
-    # a checkpoint under a name of its own.
+    # Writes that were under way when it was halted may still arrive: a status, its own curves, and
+    # a file of a checkpoint with a name of its own.
     others = {k: v for k, v in before.items() if k not in ("status.json", own_events)}
     after = objects(server)
     assert {k: after.get(k) for k in others} == others
@@ -325,19 +325,19 @@ def test_a_superseded_driver_that_was_halted_ends_and_changes_nothing(drive, ser
 
 
 def objects(server):
-    """Return the objects of the run, each with what tells its content."""
+    """Return the ETags of the objects of the run by key; an ETag identifies the content."""
     prefix = "runs/halted/"
     with s3_client(server) as client:
         listed = client.list_objects_v2(Bucket="kept", Prefix=prefix)["Contents"]
     return {item["Key"].removeprefix(prefix): item["ETag"] for item in listed}
 
 
-# what goes wrong, before any actor starts
+# errors before any actor starts
 
 
 @pytest.fixture
 def wrong_keys(server):
-    """The server asks who comes, and knows nobody."""
+    """The server requires credentials and refuses all."""
     require_keys(server, b"0")
     yield
     require_keys(server, b"inf")
@@ -352,17 +352,17 @@ def require_keys(server, after):
 
 @pytest.fixture
 def no_server(monkeypatch):
-    """Nobody listens where the environment says."""
-    with socket.socket() as taken:  # which does not listen, and keeps the port from others
+    """No server listens at the address in the environment."""
+    with socket.socket() as taken:  # does not listen, and reserves the port
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
         yield
 
 
-def told(capsys, act):
-    """Return the one sentence with which a command ends, and soon.
+def error_of(capsys, act):
+    """Return the one sentence of a command that fails within the time limit.
 
-    Where both cores are busy, a line before it may say that the store does not answer yet.
+    On a busy machine, lines before it may report that the store does not answer yet.
     """
     began = time.monotonic()
     try:
@@ -379,8 +379,8 @@ def told(capsys, act):
     return sentence
 
 
-def doors(tmp_path, bucket):
-    """Return the ways to come to a bucket: to keep a run, for its data, to see a run."""
+def accesses(tmp_path, bucket):
+    """Return the commands that access a bucket, as functions, by what they access."""
     return {
         "storage": lambda: train(
             tmp_path / "r", "--workers", "2", place=f"s3://{bucket}/runs", data="digits"
@@ -397,35 +397,35 @@ def doors(tmp_path, bucket):
 @pytest.fixture
 def no_actors(monkeypatch):
     def connect(**_):
-        raise AssertionError("Ray was asked for")
+        raise AssertionError("Ray was connected")
 
     monkeypatch.setattr(ray_session, "connect", connect)
 
 
 @pytest.mark.usefixtures("no_actors")
-@pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate"])
-def test_an_absent_bucket_is_an_error(tmp_path, capsys, door):
-    sentence = told(capsys, doors(tmp_path, "nobucket")[door])
+@pytest.mark.parametrize("access", ["storage", "data", "status", "evaluate"])
+def test_an_absent_bucket_is_an_error(tmp_path, capsys, access):
+    sentence = error_of(capsys, accesses(tmp_path, "nobucket")[access])
     assert "nobucket" in sentence
-    if door == "storage":
+    if access == "storage":
         assert sentence.startswith("error: run.storage_path s3://nobucket/runs/r cannot be written")
     assert {
         "storage": "the bucket does not exist; create it",
         "data": "there is no such file or folder",
         "status": "no run is there",
         "evaluate": "no run is there",
-    }[door] in sentence
+    }[access] in sentence
 
 
 @pytest.mark.usefixtures("no_actors", "wrong_keys")
-@pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate", "resume"])
-def test_the_error_of_refused_credentials_names_the_variables_to_set(tmp_path, capsys, door):
-    sentence = told(capsys, doors(tmp_path, "kept" if door != "data" else "data")[door])
+@pytest.mark.parametrize("access", ["storage", "data", "status", "evaluate", "resume"])
+def test_the_error_of_refused_credentials_names_the_variables_to_set(tmp_path, capsys, access):
+    sentence = error_of(capsys, accesses(tmp_path, "kept" if access != "data" else "data")[access])
     assert "the store refuses these credentials; set AWS_ACCESS_KEY_ID" in sentence
 
 
 @pytest.mark.usefixtures("no_actors", "no_server")
-@pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate", "resume"])
-def test_an_absent_server_is_an_error_within_seconds(tmp_path, capsys, door):
-    sentence = told(capsys, doors(tmp_path, "kept")[door])
+@pytest.mark.parametrize("access", ["storage", "data", "status", "evaluate", "resume"])
+def test_an_absent_server_is_an_error_within_seconds(tmp_path, capsys, access):
+    sentence = error_of(capsys, accesses(tmp_path, "kept")[access])
     assert "the store does not answer; check AWS_ENDPOINT_URL" in sentence

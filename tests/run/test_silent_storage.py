@@ -1,4 +1,4 @@
-"""A storage that hangs is told, is waited for only so long, and costs nothing that was trained."""
+"""A storage that hangs is logged and awaited for a limited time; the trained weights are kept."""
 
 import dataclasses
 import os
@@ -34,8 +34,8 @@ from raydl.storage import SilenceMonitor, Storage, is_answer, within
 BOUND_S = 20
 
 
-class Freezing:
-    """A file system that answers nothing while it is frozen, as one of a lost file server."""
+class FreezingFileSystem:
+    """A file system that does not answer while it is frozen, as if its server were lost."""
 
     type_name = "freezing"
 
@@ -53,15 +53,15 @@ class Freezing:
 
 @pytest.fixture
 def freezing():
-    """A file system that a test freezes; in the end it goes on, and so do the threads."""
-    filesystem = Freezing()
+    """A file system that a test freezes; at the end it is thawed, so that the threads end."""
+    filesystem = FreezingFileSystem()
     yield filesystem
     filesystem.thawed.set()
 
 
 @pytest.fixture
-def soon(monkeypatch):
-    """What takes seconds otherwise: a line after 0.3, the end of all patience after 1."""
+def short_timeouts(monkeypatch):
+    """Shorten the time-outs: log a silence after 0.3 s, give up after 1 s."""
     monkeypatch.setattr(silence, "_given_up", [])
     for module, name, seconds in (
         (silence, "LOG_AFTER_S", 0.3), (silence, "_GRACE_S", 0.1), (silence, "_RELEASE_S", 0.5),
@@ -80,11 +80,11 @@ def until(holds):
     return found
 
 
-# what is told
+# logged silences
 
 
 def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
-    tmp_path, freezing, soon
+    tmp_path, freezing, short_timeouts
 ):
     storage = Storage(str(tmp_path), filesystem=freezing)
     monitor = SilenceMonitor(storage, "training continues")
@@ -93,8 +93,8 @@ def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
     freezing.thawed.clear()
     thread = threading.Thread(target=storage.write_bytes, args=("b", b"2"), daemon=True)
     thread.start()
-    said = until(monitor.pop_message)
-    assert said == (
+    message = until(monitor.pop_message)
+    assert message == (
         f"the storage {tmp_path} has not answered for 0 s (to write b); training continues"
     )
     assert monitor.pop_message() is None
@@ -109,8 +109,8 @@ def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
 UNREACHED = OSError("AWS Error NETWORK_CONNECTION during PutObject operation: curlCode: 28")
 
 
-class Failing(Storage):
-    """A storage whose writes fail as a test says."""
+class FailingStorage(Storage):
+    """A storage whose writes raise ``error``."""
 
     error = UNREACHED
 
@@ -119,21 +119,21 @@ class Failing(Storage):
 
 
 def test_a_server_that_can_not_be_reached_is_as_silent_as_one_that_hangs(tmp_path):
-    storage = Failing(str(tmp_path))
+    storage = FailingStorage(str(tmp_path))
     for _ in range(2):
         with pytest.raises(OSError, match="NETWORK"):
             storage.write_bytes("a", b"")
         time.sleep(0.05)
     assert storage.dead_s() >= 0.1
     assert storage.unanswered()[1] == "to write a"
-    storage.error = OSError(28, "No space left on device")  # which is an answer
+    storage.error = OSError(28, "No space left on device")  # an answer of the storage
     with pytest.raises(OSError, match="No space"):
         storage.write_bytes("a", b"")
     assert storage.dead_s() == 0.0
 
 
 @pytest.mark.parametrize(
-    ("error", "says_something"),
+    ("error", "is_an_answer"),
     [
         (FileNotFoundError("gone"), True),
         (PermissionError(13, "permission denied"), True),
@@ -142,14 +142,14 @@ def test_a_server_that_can_not_be_reached_is_as_silent_as_one_that_hangs(tmp_pat
         (UNREACHED, False),
     ],
 )
-def test_an_error_is_an_answer_of_the_storage_or_not(error, says_something):
-    assert is_answer(error) is says_something
+def test_only_an_error_of_the_network_is_no_answer_of_the_storage(error, is_an_answer):
+    assert is_answer(error) is is_an_answer
 
 
-# what is waited for
+# time-outs
 
 
-def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, soon):
+def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, short_timeouts):
     storage, logged = Storage(str(tmp_path), filesystem=freezing), []
     assert within(storage, lambda: 7) == 7
     with pytest.raises(KeyError):
@@ -163,13 +163,13 @@ def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, soon)
     ]
     assert silence.is_anything_given_up()
     began = time.monotonic()
-    with pytest.raises(StorageSilentError):  # it was given up: no minute is waited again
+    with pytest.raises(StorageSilentError):  # the storage was given up: no second wait
         within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=1.0)
     assert time.monotonic() - began < 0.9
     assert len(logged) == 1
 
 
-def test_a_long_call_that_makes_progress_is_not_given_up(tmp_path, soon):
+def test_a_long_call_that_makes_progress_is_not_given_up(tmp_path, short_timeouts):
     storage = Storage(str(tmp_path))
 
     def slow():
@@ -189,8 +189,8 @@ def writer_on(storage, flat, **more):
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_a_dead_storage_is_waited_for_only_so_long_and_the_center_is_saved_elsewhere(
-    tmp_path, freezing, soon, is_last
+def test_the_wait_for_a_dead_storage_is_bounded_and_the_center_is_saved_elsewhere(
+    tmp_path, freezing, short_timeouts, is_last
 ):
     flat, fallback_dir = flat_model(), tmp_path / "fallback_dir"
     fallback_dir.mkdir()
@@ -210,7 +210,9 @@ def test_a_dead_storage_is_waited_for_only_so_long_and_the_center_is_saved_elsew
     assert center.keys() == flat.model.state_dict().keys()
 
 
-def test_without_another_folder_the_center_goes_to_a_temporary_one(tmp_path, freezing, soon):
+def test_without_a_fallback_folder_the_center_goes_to_a_temporary_folder(
+    tmp_path, freezing, short_timeouts
+):
     writer = writer_on(Storage(str(tmp_path / "run"), filesystem=freezing), flat_model())
     freezing.thawed.clear()
     writer.checkpoint(collected_round(7), seconds=1.0, totals=Totals())
@@ -222,7 +224,9 @@ def test_without_another_folder_the_center_goes_to_a_temporary_one(tmp_path, fre
     place.parent.rmdir()
 
 
-def test_a_storage_that_accepts_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
+def test_a_storage_that_accepts_the_last_files_leaves_the_fallback_folder_empty(
+    tmp_path, short_timeouts
+):
     fallback_dir = tmp_path / "fallback_dir"
     fallback_dir.mkdir()
     writer = writer_on(Storage(str(tmp_path / "run")), flat_model(), fallback_dir=fallback_dir)
@@ -246,12 +250,12 @@ def test_the_end_of_a_run_does_not_wait_for_files_that_are_given_up():
 # measurements
 
 
-def queue_on(writer, told):
-    return BackgroundWriter(lambda say: writer, "the curves in x", told.append)
+def background_writer_of(writer, messages):
+    return BackgroundWriter(lambda log: writer, "the curves in x", messages.append)
 
 
 class Gated(Writer):
-    """A writer that stops at a gate."""
+    """A writer that waits at a gate before it writes scalars."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +275,7 @@ def gated():
 
 
 def test_measurements_are_written_in_order_with_their_times(gated):
-    curves = queue_on(gated, [])
+    curves = background_writer_of(gated, [])
     for number in range(50):
         curves.scalars({"train/loss": float(number)}, num_samples=number)
     curves.close()
@@ -279,32 +283,34 @@ def test_measurements_are_written_in_order_with_their_times(gated):
 
 
 def test_a_disk_that_hangs_stops_no_caller_and_is_logged_with_the_lost_points(
-    gated, soon, monkeypatch
+    gated, short_timeouts, monkeypatch
 ):
     monkeypatch.setattr(background_writer, "MAX_WAITING", 10)
-    told = []
-    curves = queue_on(gated, told)
+    messages = []
+    curves = background_writer_of(gated, messages)
     gated.gate.clear()
     began = time.monotonic()
     for number in range(30):
         curves.scalars({"train/loss": 1.0}, num_samples=number)
-    assert time.monotonic() - began < 0.3, "nobody waits for the disk"
+    assert time.monotonic() - began < 0.3, "no caller waits for the disk"
 
-    def go_on():
+    def write_another():
         curves.text("events", "x", num_samples=99)
-        return told
+        return messages
 
-    until(go_on)
-    assert told[0].startswith("the curves in x have not been written for 0 s: their disk does not")
+    until(write_another)
+    assert messages[0].startswith(
+        "the curves in x have not been written for 0 s: their disk does not"
+    )
     gated.gate.set()
-    until(lambda: go_on()[1:])
-    assert re.search(r"are written again, after \d s; [1-9]\d+ points were dropped", told[1])
+    until(lambda: write_another()[1:])
+    assert re.search(r"are written again, after \d s; [1-9]\d+ points were dropped", messages[1])
     curves.close()
     assert len(gated.points) <= 12
 
 
-def test_pictures_that_wait_are_few(gated):
-    curves = queue_on(gated, [])
+def test_the_number_of_waiting_pictures_is_bounded(gated):
+    curves = background_writer_of(gated, [])
     gated.gate.clear()
     curves.scalars({"train/loss": 1.0}, num_samples=0)
     for number in range(100):
@@ -314,9 +320,9 @@ def test_pictures_that_wait_are_few(gated):
     assert len(gated.images) <= background_writer.MAX_IMAGES + 1
 
 
-def test_the_end_of_the_curves_is_bounded_and_lost_points_are_logged(gated, soon):
-    told = []
-    curves = queue_on(gated, told)
+def test_the_end_of_the_curves_is_bounded_and_lost_points_are_logged(gated, short_timeouts):
+    messages = []
+    curves = background_writer_of(gated, messages)
     gated.gate.clear()
     for number in range(5):
         curves.scalars({"train/loss": 1.0}, num_samples=number)
@@ -324,30 +330,30 @@ def test_the_end_of_the_curves_is_bounded_and_lost_points_are_logged(gated, soon
     curves.flush()
     curves.close()
     assert time.monotonic() - began < 5
-    assert told[-1].startswith("the curves in x could not be written to their end")
-    assert told[-1].endswith("points are lost")
+    assert messages[-1].startswith("the curves in x could not be written to their end")
+    assert messages[-1].endswith("points are lost")
     assert silence.is_anything_given_up()
 
 
-def test_a_tracker_that_is_only_slow_delays_the_end_no_longer(gated, soon, monkeypatch):
+def test_a_tracker_that_is_only_slow_delays_the_end_no_longer(gated, short_timeouts, monkeypatch):
     monkeypatch.setattr(gated.gate, "wait", lambda timeout: time.sleep(0.1))
-    told = []
-    curves = queue_on(gated, told)
+    messages = []
+    curves = background_writer_of(gated, messages)
     for number in range(100):
         curves.scalars({"train/loss": 1.0}, num_samples=number)
     began = time.monotonic()
     curves.close()
     assert time.monotonic() - began < 5
-    assert re.search(r"did not take them within 1 s; \d+ points are lost", told[-1])
+    assert re.search(r"did not take them within 1 s; \d+ points are lost", messages[-1])
     assert len(gated.points) >= 5
 
 
-def test_a_mistake_of_the_writer_is_raised_at_the_next_point(gated):
+def test_an_error_of_the_writer_is_raised_when_it_is_closed(gated):
     class Wrong(Writer):
         def text(self, name, markdown, *, num_samples):
             raise LookupError("no such text")
 
-    curves = queue_on(Wrong(), [])
+    curves = background_writer_of(Wrong(), [])
     curves.text("a", "b", num_samples=1)
     with pytest.raises(LookupError):
         curves.close()
@@ -373,7 +379,7 @@ def test_each_of_many_scores_that_are_given_up_in_a_row_is_logged_with_its_numbe
 
 
 def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
-    tmp_path, monkeypatch, soon
+    tmp_path, monkeypatch, short_timeouts
 ):
     thawed, write = threading.Event(), Storage._write
     thawed.set()
@@ -396,7 +402,7 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
                 thawed.clear()
 
         def ended(self, figures):
-            raise AssertionError("it could not be written")
+            raise AssertionError("the result could not be written")
 
     began, freezes = time.monotonic(), Freezes()
     run = raydl.RunConfig(run_dir=str(tmp_path / "run"), storage_path=str(tmp_path / "kept"))
@@ -416,7 +422,9 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
     assert time.monotonic() - began < 60
 
 
-def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(tmp_path, monkeypatch, soon):
+def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(
+    tmp_path, monkeypatch, short_timeouts
+):
     thawed = threading.Event()
     monkeypatch.setattr(Storage, "_write", lambda *arguments: thawed.wait(60))
     monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
@@ -494,7 +502,7 @@ def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_trainin
         driver.kill()
         driver.wait(10)
         process.send_signal(signal.SIGCONT)
-    said = log.read_text()
-    assert f"the newest center is in {tmp_path}/run/center.safetensors" in said
+    output = log.read_text()
+    assert f"the newest center is in {tmp_path}/run/center.safetensors" in output
     assert load_file(tmp_path / "run/center.safetensors")
-    assert ended_after_s < 40 + 60, said
+    assert ended_after_s < 40 + 60, output

@@ -1,4 +1,4 @@
-"""Code that a run's folder names runs only if somebody says so."""
+"""Code that a run's folder names runs only with the user's consent."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ class Task(Classification):
 BOUND_S = 60
 
 
-class Folder:
+class FolderWithCode:
     """A run's folder that names code which writes a file as soon as it is imported."""
 
     def __init__(self, tmp_path, name):
@@ -49,8 +49,8 @@ class Folder:
         self.module = name
         (tmp_path / f"{name}.py").write_text(SPY.format(seen=str(self.seen)))
 
-    def names(self, **settings):
-        """Have ``config.json`` name something, as somebody else may who can write there."""
+    def set_names(self, **settings):
+        """Change names in ``config.json``, as anyone can who may write to the folder."""
         path = self.run / "config.json"
         values = json.loads(path.read_text())
         for setting, value in settings.items():
@@ -68,32 +68,32 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of a network that was named ``spy:net``."""
+    """The folder of a run of the model ``spy:net``."""
     path = tmp_path_factory.mktemp("trained")
-    made = Folder(path, "spy")
+    made = FolderWithCode(path, "spy")
     options = ["--model", "spy:net", "--workers", "0", "--epochs", "1", "--run-dir", str(made.run)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         patch.setattr(sys, "path", [*sys.path])
         assert cli.main(["train", *options, "--run.progress", "none", "--batch-size", "64"]) == 0
-    assert made.was_imported  # the user's own command named it
+    assert made.was_imported  # the user's command named it
     del sys.modules["spy"]
     return made.run
 
 
 @pytest.fixture
 def folder(trained, tmp_path, monkeypatch, request):
-    """A run of a network that is named ``NAME:net``; its module is not imported any more."""
+    """A copy of the run with the model ``NAME:net``, whose module is not imported yet."""
     name = f"spy_{abs(hash(request.node.name))}"
-    made = Folder(tmp_path, name)
+    made = FolderWithCode(tmp_path, name)
     shutil.copytree(trained, made.run)
-    made.names(model=f"{name}:net")
+    made.set_names(model=f"{name}:net")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return made
 
 
-def test_a_score_refuses_the_model_of_a_folder_before_it_is_imported(folder, capsys):
+def test_evaluate_refuses_the_model_of_a_folder_before_it_is_imported(folder, capsys):
     capsys.readouterr()
     assert cli.main(["evaluate", "run"]) == 2
     assert not folder.was_imported
@@ -106,7 +106,7 @@ def test_a_score_refuses_the_model_of_a_folder_before_it_is_imported(folder, cap
     )
 
 
-def test_with_trust_it_is_scored(folder, capsys):
+def test_with_trust_the_run_of_a_foreign_model_is_evaluated(folder, capsys):
     capsys.readouterr()
     assert cli.main(["evaluate", "run", "--trust"]) == 0
     assert folder.was_imported
@@ -115,7 +115,7 @@ def test_with_trust_it_is_scored(folder, capsys):
 
 
 def test_a_task_of_the_folder_is_refused_like_a_model(folder, capsys):
-    folder.names(task=f"{folder.module}:Task", model="mlp")
+    folder.set_names(task=f"{folder.module}:Task", model="mlp")
     assert cli.main(["evaluate", "run"]) == 2
     assert not folder.was_imported
     assert f"task '{folder.module}:Task'" in capsys.readouterr().err
@@ -123,28 +123,30 @@ def test_a_task_of_the_folder_is_refused_like_a_model(folder, capsys):
     assert folder.was_imported
 
 
-def test_in_python_it_is_refused_unless_it_is_trusted(folder):
+def test_score_run_refuses_foreign_code_unless_it_is_trusted(folder):
     with pytest.raises(UntrustedCodeError) as refused:
         score_run("run")
     assert isinstance(refused.value, RaydlError)
     assert refused.value.names == (("model", f"{folder.module}:net"),)
     assert not folder.was_imported
-    asked = []
+    errors = []
     with pytest.raises(UntrustedCodeError):
-        score_run("run", trust=lambda error: bool(asked.append(error)))
-    assert [error.names for error in asked] == [refused.value.names]
+        score_run("run", trust=lambda error: bool(errors.append(error)))
+    assert [error.names for error in errors] == [refused.value.names]
     assert not folder.was_imported
     assert "accuracy" in score_run("run", trust=True)
     assert folder.was_imported
 
 
-def test_the_code_that_was_shown_runs_though_the_folder_changes_meanwhile(folder, tmp_path):
-    other = Folder(tmp_path, f"{folder.module}_other")
+def test_the_code_that_the_user_agreed_to_runs_even_if_the_folder_changes_meanwhile(
+    folder, tmp_path
+):
+    other = FolderWithCode(tmp_path, f"{folder.module}_other")
     other.seen = folder.seen
 
     def change_and_agree(error):
         assert error.names == (("model", f"{folder.module}:net"),)
-        folder.names(model=f"{other.module}:net")
+        folder.set_names(model=f"{other.module}:net")
         return True
 
     assert "accuracy" in score_run("run", trust=change_and_agree)
@@ -174,15 +176,15 @@ def test_all_code_but_raydls_own_needs_trust(settings, names):
     assert code_named(TrainConfig(**settings)) == names
 
 
-def test_a_task_of_raydls_own_lets_nothing_be_imported_from_the_current_folder(folder, monkeypatch):
-    folder.names(task="raydl.tasks:Classification", model="net")
+def test_with_a_task_of_raydl_nothing_is_imported_from_the_current_folder(folder, monkeypatch):
+    folder.set_names(task="raydl.tasks:Classification", model="net")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
     with pytest.raises(RaydlError, match="cannot be made again from the names Classification and"):
         score_run("run")
     assert os.getcwd() not in sys.path
 
 
-def test_a_run_of_raydls_own_needs_none(tmp_path, capsys):
+def test_a_run_with_code_of_raydl_alone_needs_no_trust(tmp_path, capsys):
     run = str(tmp_path / "run")
     options = ["--model", "mlp", "--workers", "0", "--epochs", "1", "--run-dir", run]
     assert cli.main(["train", *options, "--run.progress", "none", "--batch-size", "64"]) == 0
@@ -192,17 +194,17 @@ def test_a_run_of_raydls_own_needs_none(tmp_path, capsys):
 # the other commands
 
 
-def resume(folder, *words):
+def resume(folder, *more):
     options = ["--workers", "0", "--epochs", "2", "--run-dir", "run", "--batch-size", "64"]
-    return cli.main(["train", *options, "--run.progress", "none", "--resume", *words])
+    return cli.main(["train", *options, "--run.progress", "none", "--resume", *more])
 
 
-def test_a_resumed_run_takes_code_from_the_command_line_alone(folder, capsys):
+def test_a_resumed_run_imports_only_code_that_the_command_line_names(folder, capsys):
     assert resume(folder, "--model", "mlp") == 2
     assert "model is mlp but the run began with" in capsys.readouterr().err
-    folder.names(model="mlp", task=f"{folder.module}:Task")
+    folder.set_names(model="mlp", task=f"{folder.module}:Task")
     assert resume(folder, "--model", "mlp") == 2  # the checkpoint is of another model
-    folder.names(method__name=f"{folder.module}:net", optimizer__name=f"{folder.module}:net")
+    folder.set_names(method__name=f"{folder.module}:net", optimizer__name=f"{folder.module}:net")
     assert resume(folder, "--model", "mlp") == 2
     assert not folder.was_imported
 
@@ -215,12 +217,12 @@ def test_a_resumed_run_whose_code_the_user_names_needs_no_trust(folder):
 @pytest.mark.parametrize("command", ["status", "check", "report", "remove"])
 def test_no_other_command_imports_what_a_folder_names(command, folder, capsys):
     spy = f"{folder.module}:net"
-    folder.names(task=spy, method__name=spy, optimizer__name=spy, run__fault_plan=spy)
+    folder.set_names(task=spy, method__name=spy, optimizer__name=spy, run__fault_plan=spy)
     assert cli.main([command, "run", *(["w0"] if command == "remove" else [])]) in (0, 2)
     assert not folder.was_imported
 
 
-def test_a_comparison_that_takes_a_complete_run_imports_nothing(folder, tmp_path):
+def test_a_comparison_that_reads_a_complete_run_imports_nothing(folder, tmp_path):
     base = TrainConfig(model="mlp", training=TrainingConfig(epochs=1))
     (run,) = plan(Comparison(methods="sync-sgd", seeds=1, base=base), tmp_path / "out")
     config = dataclasses.replace(run.config, model=f"{folder.module}:net")
@@ -233,11 +235,11 @@ def test_a_comparison_that_takes_a_complete_run_imports_nothing(folder, tmp_path
     assert not folder.was_imported
 
 
-# asking
+# the question at a terminal
 
 
 class Terminal:
-    """A terminal of two ends: a process at the one, this test at the other. All is bounded."""
+    """A pseudo-terminal with a process at one end and the test at the other."""
 
     def __init__(self):
         self.master, self.slave = pty.openpty()
@@ -266,7 +268,9 @@ def terminal():
 
 
 @pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("\n", 2)])
-def test_at_a_terminal_it_asks_and_only_a_yes_runs_the_code(folder, terminal, answer, status):
+def test_at_a_terminal_the_command_asks_and_only_a_yes_runs_the_code(
+    folder, terminal, answer, status
+):
     process = subprocess.Popen(
         [sys.executable, "-m", "raydl", "evaluate", "run"],
         stdin=terminal.slave,
@@ -290,7 +294,7 @@ def test_at_a_terminal_it_asks_and_only_a_yes_runs_the_code(folder, terminal, an
 
 
 def ask_at(terminal, name, *, missing=None):
-    """Ask in this process, which sits at the terminal but for one end that may be missing."""
+    """Ask in this process at the terminal; ``missing`` names a stream that is no terminal."""
     error = UntrustedCodeError("run/config.json", (("model", name),))
     with (
         open(os.dup(terminal.slave)) as stdin,
@@ -315,7 +319,7 @@ def test_no_answer_is_a_refusal(terminal, monkeypatch):
     terminal.read_until("no answer in")
 
 
-def test_a_name_that_would_move_the_cursor_is_shown_as_it_is(terminal):
+def test_control_characters_of_a_name_are_escaped(terminal):
     terminal.type("n\n")
     assert ask_at(terminal, "os:abort\x1b[2K\n\rlenet") is False
     terminal.read_until("run it?")
@@ -323,15 +327,15 @@ def test_a_name_that_would_move_the_cursor_is_shown_as_it_is(terminal):
 
 
 @pytest.mark.parametrize("missing", ["stdin", "stdout"])
-def test_where_one_end_is_no_terminal_it_does_not_ask(terminal, missing):
+def test_without_a_terminal_at_both_ends_the_command_does_not_ask(terminal, missing):
     terminal.type("y\n")
     assert ask_at(terminal, "a:b", missing=missing) is False
-    assert ask_at(terminal, "a:b") is True  # the answer is still there: it was not read
+    assert ask_at(terminal, "a:b") is True  # the first call did not read the answer
 
 
-def test_a_config_that_names_a_folder_for_this_run_is_not_followed(folder, tmp_path):
-    """A score writes nothing, and not where the folder says either."""
-    folder.names(model="mlp", run={**vars(RunConfig()), "run_dir": str(tmp_path / "elsewhere")})
+def test_a_run_folder_that_config_json_names_is_ignored(folder, tmp_path):
+    """An evaluation writes no file, neither in the folder nor where its config.json points."""
+    folder.set_names(model="mlp", run={**vars(RunConfig()), "run_dir": str(tmp_path / "elsewhere")})
     before = sorted(folder.run.rglob("*"))
     with pytest.raises(RaydlError, match="does not fit"):
         score_run("run")
