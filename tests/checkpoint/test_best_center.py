@@ -1,4 +1,4 @@
-"""The best center is kept, whole, and found again."""
+"""The best center of a run is written to the storage and read again."""
 
 import errno
 
@@ -32,7 +32,7 @@ def offer(best, flat, *scores):
             best.write()
 
 
-def test_the_best_center_is_kept_though_it_is_not_the_last(tmp_path):
+def test_the_best_center_is_kept_even_if_it_is_not_the_last(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     offer(BestCenter(storage, flat), flat, 0.3, 0.9, 0.5, 0.9)
     center, kept = read_best(storage)
@@ -55,8 +55,8 @@ def test_a_new_start_knows_the_best_center_of_earlier_ones(tmp_path):
     assert read_best(storage)[1].metrics == {"accuracy": 0.85}
 
 
-class Full(Storage):
-    """A storage that refuses some writes."""
+class FullStorage(Storage):
+    """A storage whose next ``num_refusals`` writes fail."""
 
     num_refusals = 0
 
@@ -67,8 +67,8 @@ class Full(Storage):
         return super().write_pieces(name, pieces)
 
 
-def test_a_best_center_that_could_not_be_written_waits_and_is_tried_again(tmp_path):
-    storage, flat = Full(str(tmp_path)), flat_model()
+def test_a_best_center_that_could_not_be_written_is_written_later(tmp_path):
+    storage, flat = FullStorage(str(tmp_path)), flat_model()
     best = BestCenter(storage, flat)
     offer(best, flat, 0.5)
     storage.num_refusals = 1
@@ -76,15 +76,15 @@ def test_a_best_center_that_could_not_be_written_waits_and_is_tried_again(tmp_pa
         offer(best, flat, 0.9)
     assert read_best(storage)[1].metrics == {"accuracy": 0.5}
     assert best.note_center(accuracy(0.2)), (
-        "a worse one comes, without its weights: the best still waits"
+        "the best center is still to be written after a worse one, which has no weights"
     )
     best.write()
     assert read_best(storage)[1].metrics == best.kept.metrics == {"accuracy": 0.9}
     assert not best.note_center(accuracy(0.2))
 
 
-def test_a_best_center_that_could_not_be_written_is_tried_once_more_at_the_very_end(tmp_path):
-    storage, flat = Full(str(tmp_path)), flat_model()
+def test_a_best_center_that_could_not_be_written_is_retried_at_the_end_of_the_run(tmp_path):
+    storage, flat = FullStorage(str(tmp_path)), flat_model()
     recorder, _ = recorder_of(Store(), best=BestCenter(storage, flat))
     storage.num_refusals = 1
     recorder.evaluated(center_at(0.9, 1, flat))
@@ -128,7 +128,7 @@ def test_a_best_center_that_the_storage_fails_to_read_is_not_replaced(
 
 
 @pytest.mark.parametrize("keep_best", [True, False])
-def test_the_evaluator_sends_a_center_only_where_none_was_better(keep_best):
+def test_the_evaluator_sends_only_the_best_center_so_far(keep_best):
     config = TrainConfig(checkpoint=CheckpointConfig(keep_best=keep_best))
     ensemble = Ensemble(config, num_workers=1)
     evaluator = Evaluator(ensemble.job, ensemble.batches)

@@ -26,7 +26,7 @@ from raydl.storage import Storage
 
 
 def unpacked(file):
-    """Return what a packed file holds."""
+    """Return the state in a packed file."""
     return unpack(bytearray().join(file.pieces()))
 
 
@@ -60,15 +60,15 @@ def test_the_same_weights_give_the_same_file(tmp_path):
     assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)), keep=2)
     for round in (1, 2, 10):
         store.write(make(round))
     assert store.names() == ["round-00000002", "round-00000010"]
 
 
-class Failing(Storage):
-    """A storage that breaks at its n-th change."""
+class FailingStorage(Storage):
+    """A storage that fails from its n-th change on."""
 
     def __init__(self, root, *, after):
         super().__init__(root)
@@ -93,10 +93,10 @@ def test_a_crash_at_any_point_of_a_write_leaves_the_old_checkpoint_whole(tmp_pat
     root = str(tmp_path)
     CheckpointStore(Storage(root)).write(make(1))
     with pytest.raises(CheckpointError, match="could not be written: no space left"):
-        CheckpointStore(Failing(root, after=after)).write(make(2))
+        CheckpointStore(FailingStorage(root, after=after)).write(make(2))
     checkpoint, _ = CheckpointStore(Storage(root)).read()
     assert checkpoint.progress.round == 1
-    CheckpointStore(Storage(root)).write(make(2))  # and the next one goes through
+    CheckpointStore(Storage(root)).write(make(2))  # the next write succeeds
     assert CheckpointStore(Storage(root)).names() == ["round-00000001", "round-00000002"]
     assert not list((tmp_path / "checkpoints").glob(".partial*"))
 
@@ -112,7 +112,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_read(tmp_pat
     assert "round-00000002: worker-w1.safetensors is damaged" in damage[0]
 
 
-def test_no_checkpoint_and_only_damaged_ones_are_one_sentence(tmp_path):
+def test_without_a_readable_checkpoint_the_error_gives_the_reason(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     with pytest.raises(CheckpointError, match="there is none to resume from"):
         store.read()
@@ -124,7 +124,7 @@ def test_no_checkpoint_and_only_damaged_ones_are_one_sentence(tmp_path):
         store.read()
 
 
-def test_a_state_that_can_not_be_kept_is_named(tmp_path):
+def test_the_error_for_a_state_that_can_not_be_written_names_it(tmp_path):
     with pytest.raises(CheckpointError, match="/a/b: cannot hold a value of type object"):
         pack({"a": {"b": object()}})
 
@@ -165,7 +165,7 @@ def test_checkpoints_work_on_any_arrow_file_system(tmp_path):
     assert store.read()[0].progress.round == 3
 
 
-def test_an_object_store_needs_no_renaming(tmp_path):
+def test_checkpoints_on_an_object_store_need_no_renaming(tmp_path):
     store = CheckpointStore(ObjectStore(str(tmp_path)))
     store.write(make(3))
     center, round = store.read_center()
@@ -194,17 +194,17 @@ def test_a_file_with_paths_for_keys_as_older_raydl_wrote_is_read():
     assert same(unpack(bytearray(data)), {"a": {"b": torch.ones(2)}, "n": 3})
 
 
-def test_a_key_that_could_not_be_read_again_is_refused_at_once():
+def test_a_key_of_an_unsupported_type_is_refused_at_once():
     with pytest.raises(CheckpointError, match="/a: cannot hold a key of type tuple"):
         pack({"a": {(1, 2): 3}})
 
 
 class Killed(BaseException):
-    """The process ends here: no handler runs."""
+    """Simulates the end of the process: no handler of errors catches it."""
 
 
-class Dying(Storage):
-    """A storage whose process is killed at its n-th change; folders vanish file by file."""
+class KilledStorage(Storage):
+    """A storage whose process is killed at its n-th change; folders are deleted file by file."""
 
     def __init__(self, root, *, after, is_object_store, manifest_goes_first):
         super().__init__(root)
@@ -218,7 +218,7 @@ class Dying(Storage):
 
     def _spend(self):
         if self.left == 0:
-            raise Killed  # and again at each later change
+            raise Killed  # also at each later change
         self.left -= 1
 
     def write_pieces(self, name, pieces):
@@ -249,8 +249,8 @@ def test_a_process_killed_at_any_change_leaves_the_old_or_the_new_checkpoint(
     tmp_path, round, before, keep, is_object_store, manifest_goes_first
 ):
     def store_of(root, after):
-        how = {"is_object_store": is_object_store, "manifest_goes_first": manifest_goes_first}
-        return CheckpointStore(Dying(root, after=after, **how), keep=keep)
+        kind = {"is_object_store": is_object_store, "manifest_goes_first": manifest_goes_first}
+        return CheckpointStore(KilledStorage(root, after=after, **kind), keep=keep)
 
     for after in range(100):
         root = str(tmp_path / str(after))
@@ -266,7 +266,7 @@ def test_a_process_killed_at_any_change_leaves_the_old_or_the_new_checkpoint(
         old, new = make(before[-1], value=1.0), make(round, value=2.0)
         assert same(vars(checkpoint), vars(old)) or same(vars(checkpoint), vars(new))
         assert store.names()
-        store.write(make(9))  # and the next write goes through and clears what was left
+        store.write(make(9))  # the next write succeeds and deletes leftovers
         assert store.read()[0].progress.round == 9
         assert sorted(store.names()) == sorted(os.listdir(tmp_path / str(after) / "checkpoints"))
         assert len(store.names()) <= keep
@@ -324,7 +324,7 @@ def test_a_damaged_round_that_is_written_again_counts_as_whole(tmp_path):
     cut(tmp_path, "round-00000020")
     store = CheckpointStore(storage, keep=2)
     store.read()
-    for round in (15, 20):  # 15 lets the damaged 20 go, so its name is free again
+    for round in (15, 20):  # writing 15 deletes the damaged 20, so that its name is free
         store.write(make(round))
     assert store.names() == ["round-00000015", "round-00000020"]
     store.write(make(25))
@@ -337,7 +337,7 @@ def test_the_resumed_checkpoint_stays_until_a_newer_one_is_whole(tmp_path):
         CheckpointStore(Storage(root)).write(make(old))
     cut(root, "round-00000002")
     for after in range(6):
-        store = CheckpointStore(Failing(root, after=after), keep=1)
+        store = CheckpointStore(FailingStorage(root, after=after), keep=1)
         assert store.read()[0].progress.round == 1
         with pytest.raises(CheckpointError, match="could not be written"):
             store.write(make(2))
@@ -354,7 +354,7 @@ def test_the_center_is_not_read_from_a_checkpoint_found_damaged(tmp_path):
 
 
 class Unreadable(Storage):
-    """A storage that fails a number of times to read one file."""
+    """A storage whose first reads of one file fail."""
 
     def __init__(self, root, name, error, *, times):
         super().__init__(root)
@@ -379,8 +379,8 @@ BUSY = OSError("When reading: AWS Error SLOW_DOWN during GetObject operation: re
 FILES = ["manifest.json", "center.safetensors", "state.safetensors", "worker-w1.safetensors"]
 
 
-def unreadable(root, name, error, *, times):
-    """Return a store of two checkpoints the newest of which has a file that cannot be read."""
+def store_with_unreadable_file(root, name, error, *, times):
+    """Return a store of two checkpoints, with an unreadable file in the newest, and its pauses."""
     for round in (1, 2):
         CheckpointStore(Storage(str(root))).write(make(round))
     storage = Unreadable(str(root), f"round-00000002/{name}", error, times=times)
@@ -390,17 +390,17 @@ def unreadable(root, name, error, *, times):
 
 @pytest.mark.parametrize("error", [STALE, BUSY])
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(tmp_path, name, error):
-    store, pauses = unreadable(tmp_path, name, error, times=2)
+def test_a_file_that_temporarily_cannot_be_read_is_read_again(tmp_path, name, error):
+    store, pauses = store_with_unreadable_file(tmp_path, name, error, times=2)
     checkpoint, damage = store.read()
     assert (checkpoint.progress.round, damage) == (2, [])
     assert len(pauses) == 2
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_checkpoint_that_cannot_be_read_ends_the_resume_and_is_not_passed_over(tmp_path, name):
-    """It may be whole: a run that resumed from an older one would delete its progress."""
-    store, _ = unreadable(tmp_path, name, STALE, times=-1)
+def test_a_checkpoint_that_cannot_be_read_ends_the_resume_and_is_not_skipped(tmp_path, name):
+    """It may be intact: a run that resumed from an older one would delete its progress."""
+    store, _ = store_with_unreadable_file(tmp_path, name, STALE, times=-1)
     with pytest.raises(UnreadableCheckpointError, match=f"{name} cannot be read: stale") as caught:
         store.read()
     assert caught.value.exit_status == 75
@@ -410,17 +410,17 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_resume_and_is_not_passed_over
     assert (checkpoint.progress.round, damage) == (2, [])
 
 
-def test_a_file_without_read_permission_is_no_failure_of_a_machine(tmp_path):
+def test_a_file_without_read_permission_is_not_worth_a_retry(tmp_path):
     denied = PermissionError(errno.EACCES, "permission denied")
-    store, _ = unreadable(tmp_path, "state.safetensors", denied, times=-1)
+    store, _ = store_with_unreadable_file(tmp_path, "state.safetensors", denied, times=-1)
     with pytest.raises(CheckpointError, match="cannot be read: permission denied") as caught:
         store.read()
     assert caught.value.exit_status == 2
 
 
 @pytest.mark.parametrize("name", FILES[1:])
-def test_a_missing_file_is_damage_to_fall_back_from(tmp_path, name):
-    store, pauses = unreadable(tmp_path, "none", STALE, times=0)
+def test_with_a_missing_file_the_previous_checkpoint_is_read(tmp_path, name):
+    store, pauses = store_with_unreadable_file(tmp_path, "none", STALE, times=0)
     (tmp_path / "checkpoints/round-00000002" / name).unlink()
     checkpoint, damage = store.read()
     assert checkpoint.progress.round == 1
@@ -429,7 +429,7 @@ def test_a_missing_file_is_damage_to_fall_back_from(tmp_path, name):
 
 
 class Undeletable(Storage):
-    """A storage that refuses to delete one folder while it is told to."""
+    """A storage that fails to delete the folder ``refused``."""
 
     refused = "round-00000001"
 
@@ -439,7 +439,7 @@ class Undeletable(Storage):
         super().delete_dir(name)
 
 
-def test_old_checkpoints_that_can_not_be_deleted_are_a_warning_and_the_write_counts(tmp_path):
+def test_old_checkpoints_that_can_not_be_deleted_cause_a_warning_and_the_write_counts(tmp_path):
     storage = Undeletable(str(tmp_path))
     store = CheckpointStore(storage, keep=1)
     storage.refused = "none"
@@ -451,13 +451,13 @@ def test_old_checkpoints_that_can_not_be_deleted_are_a_warning_and_the_write_cou
     with pytest.warns(RuntimeWarning, match="permission denied; the next write tries again"):
         store.write(make(3))
     assert store.read()[0].progress.round == 3
-    assert store.names() == ["round-00000001", "round-00000003"]  # 2 went all the same
+    assert store.names() == ["round-00000001", "round-00000003"]  # 2 was deleted
     storage.refused = "none"
     store.write(make(4))
     assert store.names() == ["round-00000004"]
 
 
-def test_a_folder_that_can_not_be_listed_after_the_write_is_a_warning_too(tmp_path):
+def test_a_folder_that_can_not_be_listed_after_the_write_causes_a_warning(tmp_path):
     class Unlisted(Storage):
         def list_dir(self, name):
             if self.exists("checkpoints/round-00000001"):
@@ -494,7 +494,7 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_a_warning_too(tmp_pa
         (lambda m: {**m, "format": 0}, "there is no format 0"),
     ],
 )
-def test_a_malformed_manifest_is_damage_to_fall_back_from(tmp_path, change, problem):
+def test_with_a_malformed_manifest_the_previous_checkpoint_is_read(tmp_path, change, problem):
     store = CheckpointStore(Storage(str(tmp_path)))
     for round in (1, 2):
         store.write(make(round))
@@ -507,12 +507,12 @@ def test_a_malformed_manifest_is_damage_to_fall_back_from(tmp_path, change, prob
     assert f"round-00000002: its manifest is damaged: {problem}" in damage[0]
 
 
-def test_a_manifest_that_leaves_out_a_file_is_damage_to_fall_back_from(tmp_path):
+def test_with_a_file_missing_in_the_manifest_the_previous_checkpoint_is_read(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     for round in (1, 2):
         store.write(make(round))
     manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
-    # One of the first format, which has no checksum of its own.
+    # A manifest of the first format, which has no checksum of itself.
     values = {**json.loads(manifest.read_text()), "format": 1, "files": {}}
     manifest.write_text(json.dumps(values))
     checkpoint, damage = store.read()
@@ -520,7 +520,7 @@ def test_a_manifest_that_leaves_out_a_file_is_damage_to_fall_back_from(tmp_path)
     assert "safetensors is missing in its manifest" in damage[0]
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_and_not_passed_over(tmp_path):
+def test_a_checkpoint_of_a_newer_format_is_refused_and_not_skipped(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     for round in (1, 2):
         store.write(make(round))
@@ -533,8 +533,8 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_not_passed_over(tmp_path)
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_a_full_disk_is_cleared_of_the_partial_checkpoint_at_once(tmp_path, after):
-    store = CheckpointStore(Failing(str(tmp_path), after=after))
+def test_a_partial_checkpoint_on_a_full_disk_is_deleted_at_once(tmp_path, after):
+    store = CheckpointStore(FailingStorage(str(tmp_path), after=after))
     with pytest.raises(CheckpointError, match="no space left"):
         store.write(make(1))
     assert not list(tmp_path.glob("checkpoints/*"))
@@ -589,14 +589,14 @@ def without_manifests(root, *rounds):
     [(Storage, [3], 1), (Storage, [9, 10], 2), (ObjectStore, [3], 0), (ObjectStore, [9, 10], 2)],
 )
 def test_folders_that_lost_their_manifests_are_found_oldest_first(tmp_path, kind, rounds, number):
-    """On an object store a single one may be the first checkpoint, on its way."""
+    """On an object store a single such folder may be the first checkpoint, still being written."""
     without_manifests(tmp_path, *rounds)
     found = CheckpointStore(kind(str(tmp_path))).without_manifest()
     assert len(found) == number
     assert [int(name.split("-")[1]) for name in found] == rounds[: len(found)]
 
 
-def test_all_damage_is_reported_with_its_place(tmp_path):
+def test_all_damage_is_reported_with_its_path(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     for round in (1, 2):
         store.write(make(round))
@@ -611,7 +611,7 @@ def test_all_damage_is_reported_with_its_place(tmp_path):
     assert f"{tmp_path}/center.safetensors: " in center
 
 
-def test_a_run_without_a_trained_center_has_none(tmp_path):
+def test_the_store_of_an_untrained_run_has_no_trained_center(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     store.write(make(4))
     assert not store.has_trained(4)

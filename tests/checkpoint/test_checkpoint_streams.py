@@ -1,4 +1,4 @@
-"""Workers write and read their own files; nobody holds a copy of what passes."""
+"""Workers write and read their own files, and no process holds a copy of all states."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StateLostError
 from raydl.storage import Storage, Sum
 
-# the bytes
+# bytes of files
 
 
 def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes():
@@ -90,7 +90,7 @@ def test_a_file_that_was_cut_is_damaged(cut):
         tensor_files.read(iter([data, b"more"]), len(data) + 4)
 
 
-def test_a_tensor_on_read_only_memory_is_no_copy_and_warns_of_nothing():
+def test_a_tensor_on_read_only_memory_is_no_copy_and_causes_no_warning():
     array = np.arange(6.0).reshape(2, 3)
     array.flags.writeable = False
     tensor = view_of(array)
@@ -115,7 +115,7 @@ def peak():
     return int(line.split()[1]) << 10
 
 class Sparse:
-    '''A worker whose file is full of holes, and written by nobody here.'''
+    '''A worker with a sparse file, which no process writes.'''
     def begin_write(self, storage, name, token):
         path = Path(storage.local_path) / name
         with path.open("wb") as file:
@@ -131,7 +131,7 @@ def write(center, workers, round):
     store.write(Checkpoint(
         progress=Progress(round=round), seconds=1.0, center={"w": center}, state={},
         workers=workers))
-write(torch.ones(4), {}, 1)  # what PyArrow and torch take for themselves
+write(torch.ones(4), {}, 1)  # the memory that PyArrow and torch allocate once
 before = peak()
 write(view_of(center), {f"w{i}": Sparse() for i in range(NUM_WORKERS)}, 2)
 print(json.dumps((peak() - before) / center.nbytes))
@@ -139,7 +139,7 @@ print(json.dumps((peak() - before) / center.nbytes))
 
 
 @pytest.mark.processes
-def test_to_write_the_states_of_sixteen_workers_takes_less_than_a_replica_of_memory(tmp_path):
+def test_writing_the_states_of_sixteen_workers_takes_less_memory_than_a_replica(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _PEAK, str(tmp_path)],
@@ -151,18 +151,18 @@ def test_to_write_the_states_of_sixteen_workers_takes_less_than_a_replica_of_mem
     assert not [name for name in names if name.startswith("token")]
 
 
-# the store, and workers elsewhere
+# the store and remote states
 
 
-class Elsewhere:
-    """A state in another process, which a test plays."""
+class RemoteState:
+    """A state in another process, simulated by the test."""
 
     def __init__(self, state, *, problem=None):
         self.state, self.problem = state, problem
         self.is_cancelled = self.is_released = False
 
     def begin_write(self, storage, name, token):
-        assert storage.exists(token), "by which another machine sees that its disk is this one"
+        assert storage.exists(token), "by which a worker detects that it sees the same folder"
         self.storage, self.name = storage, name
         return self
 
@@ -185,8 +185,8 @@ def with_workers(round, **workers):
 @pytest.mark.parametrize("kind", [Storage, ObjectStore])
 def test_files_that_workers_have_written_are_read_like_the_others(tmp_path, kind):
     store = CheckpointStore(kind(str(tmp_path)))
-    here = make(3).workers
-    store.write(with_workers(3, w0=Elsewhere(here["w0"]), w1=here["w1"]))
+    states = make(3).workers
+    store.write(with_workers(3, w0=RemoteState(states["w0"]), w1=states["w1"]))
     checkpoint, damage = store.read()
     assert damage == []
     assert same(vars(checkpoint), vars(make(3)))
@@ -198,13 +198,13 @@ LOSSES = [StateLostError("w1", "its process was killed"), OSError("no space left
 
 @pytest.mark.parametrize("problem", LOSSES, ids=["a worker is lost", "the disk is full"])
 @pytest.mark.parametrize("kind", [Storage, ObjectStore])
-def test_a_worker_that_can_not_write_costs_that_checkpoint_and_leaves_nothing(
+def test_a_worker_that_can_not_write_fails_the_checkpoint_and_leaves_no_file(
     tmp_path, kind, problem
 ):
     store = CheckpointStore(kind(str(tmp_path)))
     store.write(make(1))
-    others = [Elsewhere({"a": 1}), Elsewhere({"a": 1})]
-    workers = {"w0": others[0], "w1": Elsewhere({}, problem=problem), "w2": others[1]}
+    others = [RemoteState({"a": 1}), RemoteState({"a": 1})]
+    workers = {"w0": others[0], "w1": RemoteState({}, problem=problem), "w2": others[1]}
     with pytest.raises(CheckpointError, match=r"killed|could not be written: no space left"):
         store.write(with_workers(2, **workers))
     assert all(other.is_cancelled for other in others)
@@ -214,12 +214,12 @@ def test_a_worker_that_can_not_write_costs_that_checkpoint_and_leaves_nothing(
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_loss_is_reported_after_the_others_have_released_their_states(tmp_path, is_last):
-    """Otherwise a new attempt at the same round could be released with the failed one."""
+    """Otherwise states of a new attempt at the same round could be released with the failed one."""
     storage, flat, reported = Storage(str(tmp_path)), flat_model(), []
     best = BestCenter(storage, flat)
     writer = CheckpointWriter(CheckpointStore(storage), flat, best, after=lambda: None)
-    lost = Elsewhere({}, problem=StateLostError("w1", "its process was killed"))
-    states = {"w0": Elsewhere({"a": 1}), "w1": lost, "w2": Elsewhere({"a": 1})}
+    lost = RemoteState({}, problem=StateLostError("w1", "its process was killed"))
+    states = {"w0": RemoteState({"a": 1}), "w1": lost, "w2": RemoteState({"a": 1})}
 
     def on_loss(reason):
         reported.append((reason, [state.is_released for state in states.values()]))
@@ -277,7 +277,7 @@ def test_a_state_that_a_worker_holds_does_not_change_while_it_trains():
     assert unpack(bytearray(before))["round"] == 2
 
 
-def test_a_worker_holds_two_rounds_at_most_and_none_that_was_released():
+def test_a_worker_holds_states_of_two_rounds_at_most_and_no_released_ones():
     _, worker = trained_worker(rounds=1)
     for round in (5, 6, 7):
         worker.hold_kept(round)
@@ -309,8 +309,8 @@ def test_a_last_round_whose_states_are_lost_is_collected_again_from_the_remainin
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     assert ("collect", 9, ("w0", "w1")) in stage.step()
     stage.step(collected(9, "w0", "w1"))
-    told = stage.step(Lost("w1", DIED), StatesLost(9, "the state of w1 was not written"))
-    assert ("collect", 9, ("w0",)) in told
+    calls = stage.step(Lost("w1", DIED), StatesLost(9, "the state of w1 was not written"))
+    assert ("collect", 9, ("w0",)) in calls
 
 
 def test_a_worker_that_leaves_stays_until_its_state_is_written():
@@ -348,14 +348,14 @@ def fit(folder, *, steps, resume=False):
 
 @pytest.fixture
 def pieces_of_driver(monkeypatch):
-    """Note the names of workers' files that the driver writes itself."""
+    """The names of workers' files that the driver writes itself."""
     write, names = Storage.write_pieces, []
 
-    def noted(storage, name, pieces):
+    def write_and_note(storage, name, pieces):
         names.extend([name] if "worker-" in name else [])
         return write(storage, name, pieces)
 
-    monkeypatch.setattr(Storage, "write_pieces", noted)
+    monkeypatch.setattr(Storage, "write_pieces", write_and_note)
     return names
 
 
@@ -363,13 +363,13 @@ def pieces_of_driver(monkeypatch):
 def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     cluster, tmp_path, monkeypatch, pieces_of_driver
 ):
-    """And a run that goes on with either ends with the same bits."""
+    """A run resumed from either ends with the same bits."""
     seen, unseen = tmp_path / "seen", tmp_path / "unseen"
     fit(seen, steps=40)
     shutil.copytree(seen, unseen)
     fit(seen, steps=60, resume=True)
     assert pieces_of_driver == []
-    # For whom it is sent to it is another folder, as a disk of another machine is.
+    # The workers get the address of another folder, as if on another machine.
     monkeypatch.setattr(Storage, "address", str(tmp_path / "elsewhere"))
     monkeypatch.setattr("raydl.ray_backend.state_transfer.PIECE_BYTES", 10_000)
     fit(unseen, steps=60, resume=True)
@@ -389,7 +389,7 @@ def test_a_storage_with_a_file_system_of_its_own_has_no_address(tmp_path):
     assert Storage(tmp_path.as_uri()).address == str(tmp_path)
 
 
-def test_the_sum_of_a_file_is_that_of_its_pieces(tmp_path):
+def test_the_checksum_of_a_file_is_that_of_its_pieces(tmp_path):
     storage = Storage(str(tmp_path))
     written = storage.write_pieces(
         "a/b", [b"12", memoryview(b"345"), np.frombuffer(b"6", np.uint8)]

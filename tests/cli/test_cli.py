@@ -1,4 +1,4 @@
-"""The command line without Ray: help, errors, a whole run in this process."""
+"""The command line without Ray: help, errors, and whole runs in this process."""
 
 import dataclasses
 import itertools
@@ -103,7 +103,9 @@ def test_workers_are_a_number_or_a_range():
         ),
     ],
 )
-def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(capsys, options, sentence):
+def test_a_wrong_option_is_refused_in_one_sentence_before_anything_starts(
+    capsys, options, sentence
+):
     assert error_of(capsys, "train", "--workers", "0", *options).startswith(sentence)
 
 
@@ -114,13 +116,13 @@ def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(capsys, op
 def test_ray_starts_ahead_for_workers_unless_the_data_are_mistyped(
     monkeypatch, capsys, workers, data, is_begun
 ):
-    begun = []
-    monkeypatch.setattr(ray_session, "begin", lambda has_forks: begun.append(has_forks))
+    has_fork_servers = []
+    monkeypatch.setattr(ray_session, "begin", lambda has_forks: has_fork_servers.append(has_forks))
     assert error_of(capsys, "train", "--workers", workers, "--data", data, "--model", "lnet")
-    assert bool(begun) is is_begun
+    assert bool(has_fork_servers) is is_begun
 
 
-def test_a_word_none_takes_a_limit_away():
+def test_none_removes_a_limit():
     assert cli.parse_train(["--optimizer.clip-grad-norm", "None"]).optimizer.clip_grad_norm is None
     assert cli.parse_train(["--optimizer.nesterov", "true"]).optimizer.nesterov is True
 
@@ -182,12 +184,12 @@ STATUS = RunStatus(
 )  # fmt: skip
 
 
-def run_that_ended(folder, state="finished"):
+def write_final_status(folder, state="finished"):
     ControlChannel(Storage(str(folder))).close(dataclasses.replace(STATUS, state=state))
 
 
 def test_status_is_a_short_table(tmp_path, capsys):
-    run_that_ended(tmp_path, "stopped")
+    write_final_status(tmp_path, "stopped")
     assert cli.main(["status", str(tmp_path)]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "stopped",
@@ -207,7 +209,7 @@ def test_status_is_a_short_table(tmp_path, capsys):
 HOSTILE = "\x1b]0;title\x07\x1b[2J"
 
 
-def test_no_text_of_a_file_commands_the_terminal(tmp_path, capsys):
+def test_control_characters_in_files_do_not_reach_the_terminal(tmp_path, capsys):
     worker = dataclasses.replace(STATUS.workers[0], node=HOSTILE)
     status = dataclasses.replace(
         STATUS, state=f"failed: {HOSTILE}", workers=(worker,), events=(HOSTILE,)
@@ -220,10 +222,10 @@ def test_no_text_of_a_file_commands_the_terminal(tmp_path, capsys):
         write_picture(folder / "dog" / f"{number}.png")
     assert cli.main(["data", "info", str(folder)]) == 0
     assert cli.main(["status", str(tmp_path / f"no{HOSTILE}")]) == 2
-    told = capsys.readouterr()
-    assert "\x1b" not in told.out + told.err
-    assert "\\x1b[2J" in told.out
-    assert "\\x1b[2J" in told.err
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err
+    assert "\\x1b[2J" in output.out
+    assert "\\x1b[2J" in output.err
 
 
 def write_picture(path):
@@ -231,7 +233,7 @@ def write_picture(path):
     Image.new("L", (4, 4)).save(path)
 
 
-def test_status_before_any_worker_is_three_lines(tmp_path, capsys):
+def test_status_without_workers_is_three_lines(tmp_path, capsys):
     bare = dataclasses.replace(STATUS, center_accuracy=None, workers=(), events=())
     ControlChannel(Storage(str(tmp_path))).close(
         dataclasses.replace(bare, state="failed: no workers")
@@ -243,7 +245,7 @@ def test_status_before_any_worker_is_three_lines(tmp_path, capsys):
     assert "center accuracy -\n" in out
 
 
-def test_status_of_a_silent_driver_begins_with_its_silence(tmp_path, capsys, monkeypatch):
+def test_status_of_a_silent_driver_begins_with_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_control_channel, "LOOK_AGAIN_S", 0.01)
     halt_the_clock(monkeypatch)
     values = dataclasses.asdict(STATUS) | {"driver": "process 12 on node-a, 0a1b2c3d"}
@@ -260,7 +262,7 @@ def test_status_of_a_silent_driver_begins_with_its_silence(tmp_path, capsys, mon
 
 
 def test_status_as_json_is_complete(tmp_path, capsys):
-    run_that_ended(tmp_path)
+    write_final_status(tmp_path)
     assert cli.main(["status", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     names = {f.name for kind in (RunStatus, Progress) for f in dataclasses.fields(kind)}
@@ -272,7 +274,7 @@ def test_remove_prints_the_answer_of_the_driver(tmp_path, capsys):
     control_channel = ControlChannel(Storage(str(tmp_path)), clock=itertools.count().__next__)
     is_over = threading.Event()
 
-    def drive():
+    def answer_requests():
         while not is_over.wait(0.005):
             control_channel.report(STATUS)
             for request in control_channel.pop_requests():
@@ -280,7 +282,7 @@ def test_remove_prints_the_answer_of_the_driver(tmp_path, capsys):
                 sentence = "leaves after this round" if is_known else "is needed"
                 control_channel.answer(request, f"{request.worker_id} {sentence}", ok=is_known)
 
-    thread = threading.Thread(target=drive)
+    thread = threading.Thread(target=answer_requests)
     thread.start()
     while not (tmp_path / "status.json").exists():
         time.sleep(0.001)
@@ -301,8 +303,8 @@ def test_a_folder_without_a_run_is_reported_in_one_sentence(tmp_path, capsys, co
     assert sentence.startswith(f"{tmp_path}: no run is there; give the folder that raydl train")
 
 
-def test_status_waits_for_neither_ray_nor_torch(tmp_path):
-    run_that_ended(tmp_path)
+def test_status_imports_neither_ray_nor_torch(tmp_path):
+    write_final_status(tmp_path)
     code = (
         "import sys; from raydl import cli; cli.main(sys.argv[1:]); "
         "sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
@@ -311,7 +313,7 @@ def test_status_waits_for_neither_ray_nor_torch(tmp_path):
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
-def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):
+def test_a_run_learns_and_writes_all_its_files(tmp_path, capsys):
     run = tmp_path / "run"
     assert train(run, "--epochs", "12") == 0
     out = capsys.readouterr().out
@@ -333,7 +335,7 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):
     assert load_file(run / "center.safetensors")["layers.1.weight"].shape == (256, 784)
 
 
-def test_evaluate_gives_the_accuracy_of_the_result(tmp_path, capsys):
+def test_evaluate_prints_the_accuracy_of_the_result(tmp_path, capsys):
     run = tmp_path / "run"
     train(run, "--epochs", "3")
     capsys.readouterr()
@@ -343,7 +345,7 @@ def test_evaluate_gives_the_accuracy_of_the_result(tmp_path, capsys):
     assert scores["loss"] == pytest.approx(result_of(run)["center_loss"])
 
 
-def test_two_runs_with_one_seed_leave_the_same_weights_file(tmp_path):
+def test_two_runs_with_the_same_seed_write_the_same_weights(tmp_path):
     files = []
     for name in ("a", "b"):
         train(tmp_path / name, "--epochs", "2", "--seed", "3")
@@ -365,14 +367,14 @@ def test_a_resumed_run_may_not_change_its_seed(tmp_path, capsys):
     assert "training.seed is 4 but the run began with 0" in error_of(capsys, *options)
 
 
-def test_a_finished_run_says_that_there_is_nothing_to_resume(tmp_path, capsys):
+def test_resuming_a_complete_run_is_an_error(tmp_path, capsys):
     train(tmp_path / "run", "--epochs", "1")
     capsys.readouterr()
     options = ["train", *LOCAL, "--run-dir", str(tmp_path / "run"), "--resume", "--epochs", "1"]
     assert "the run is complete at epoch 1" in error_of(capsys, *options)
 
 
-def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
+def test_a_run_that_is_extended_continues_its_curves_without_gaps_or_duplicates(tmp_path):
     run = tmp_path / "run"
     train(run, "--epochs", "2")
     first = result_of(run)
@@ -388,8 +390,8 @@ def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
     assert whole["time_parts"]["forward_backward"] > first["time_parts"]["forward_backward"]
     events = EventAccumulator(str(run)).Reload()
     tags = set(events.Tags()["scalars"])
-    # No all-reduce is chosen where torch's own is used, and this task names no metric of its own;
-    # every sample could be read, and nothing came too late.
+    # No all-reduce is chosen since torch's own is used, and this task has no metric of its own;
+    # every sample could be read, and no exchange was too late.
     expected = {tag for tag in TAGS if "allreduce" not in tag}
     expected -= {OWN_METRIC, "data/left_out", "exchange/refused"}
     assert {tag_of(tag).name for tag in tags} == expected

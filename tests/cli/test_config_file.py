@@ -1,4 +1,4 @@
-"""Settings from a file: any option, and the command line wins."""
+"""Settings come from a file with any options; the command line takes precedence."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def file(tmp_path):
     return write
 
 
-FORMS = [  # in the first one YAML would read 2:8 as 128
+FORMS = [  # plain YAML would read 2:8 of the first as 128
     "optimizer: {lr: 0.25}\nmethod: {name: diloco, period: 20}\nscaling: {num_workers: 2:8}\n",
     "optimizer.lr: 0.25\nmethod.name: diloco\nmethod.period: 20\nscaling.num-workers: [2, 8]\n",
     "lr: 0.25\nmethod: diloco\nperiod: 20\nworkers: 2:8\n",
@@ -37,32 +37,32 @@ def test_a_setting_may_be_nested_dotted_or_an_option(file, text):
     assert parse_train(file(text)) == parse_train(options)
 
 
-def test_the_command_line_wins_wherever_the_file_stands(file):
-    given = file("epochs: 3\nscaling: {fork_server: false}\naugment: [flip, crop]\n")
-    for words in (["--epochs", "7", *given], [*given, "--epochs", "7"]):
-        config = parse_train(words)
+def test_the_command_line_takes_precedence_before_and_after_the_file(file):
+    from_file = file("epochs: 3\nscaling: {fork_server: false}\naugment: [flip, crop]\n")
+    for options in (["--epochs", "7", *from_file], [*from_file, "--epochs", "7"]):
+        config = parse_train(options)
         assert config.training.epochs == 7
         assert not config.scaling.fork_server
         assert config.input.augmentations == ("flip", "crop")
-    assert parse_train([*given, "--scaling.fork-server"]).scaling.fork_server
-    assert parse_train([f"--config={given[1]}"]).training.epochs == 3
+    assert parse_train([*from_file, "--scaling.fork-server"]).scaling.fork_server
+    assert parse_train([f"--config={from_file[1]}"]).training.epochs == 3
     assert parse_train(file("")) == parse_train([])
 
 
-def test_a_length_that_is_given_replaces_the_one_of_the_file(file):
+def test_a_length_on_the_command_line_replaces_the_one_of_the_file(file):
     training = parse_train([*file("epochs: 3\n"), "--samples", "500"]).training
     assert (training.epochs, training.samples) == (parse_train([]).training.epochs, 500)
 
 
-def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, capsys):
-    words = ["--data", "synthetic:64", "--model", "mlp", "--workers", "0", "--batch-size", "8"]
-    words += ["--epochs", "2", "--optimizer.clip-grad-norm", "None", "--run.progress", "none"]
+def test_the_config_json_of_a_run_is_such_a_file_without_its_folder(tmp_path, capsys):
+    options = ["--data", "synthetic:64", "--model", "mlp", "--workers", "0", "--batch-size", "8"]
+    options += ["--epochs", "2", "--optimizer.clip-grad-norm", "None", "--run.progress", "none"]
     run = tmp_path / "run"
-    assert cli.main(["train", *words, "--run-dir", str(run)]) == 0
+    assert cli.main(["train", *options, "--run-dir", str(run)]) == 0
     capsys.readouterr()
     written = json.loads((run / "config.json").read_text())
     checkpoint = written["config"]["checkpoint"]
-    checkpoint["keep"] = checkpoint.pop("num_to_keep")  # as an earlier version wrote it
+    checkpoint["keep"] = checkpoint.pop("num_to_keep")  # its name in an earlier version
     (tmp_path / "config.json").write_text(json.dumps(written))
     config = parse_train(["--config", str(tmp_path / "config.json"), "--seed", "5"])
     assert config.run.run_dir is None
@@ -75,7 +75,7 @@ def test_the_configuration_of_a_run_is_such_a_file_without_its_folder(tmp_path, 
 
 def test_the_configuration_of_a_run_may_come_from_a_pipe():
     reader, writer = os.pipe()
-    with open(writer, "w") as pipe:  # which can be read only once
+    with open(writer, "w") as pipe:  # can be read only once
         json.dump({"config": {"optimizer": {"lr": 0.25}}, "versions": {}}, pipe)
     try:
         assert parse_train(["--config", f"/dev/fd/{reader}"]).optimizer.lr == 0.25
@@ -94,25 +94,25 @@ def test_the_configuration_of_a_run_may_come_from_a_pipe():
         ("batch-size: 0", "training.batch_size must be 1 or more, got 0"),
     ],
 )
-def test_a_mistake_is_one_sentence(file, text, sentence):
+def test_a_mistake_in_the_file_is_reported_in_one_sentence(file, text, sentence):
     with pytest.raises(RaydlError) as error:
         parse_train(file(text))
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
-    for words, sentence in (
+def test_the_error_for_a_missing_file_names_it(tmp_path):
+    for options, sentence in (
         (["--config", str(tmp_path / "no.yaml")], r"no\.yaml cannot be read: No such file"),
         (["--epochs", "3", "--config"], "--config needs the name of a file"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            parse_train(words)
+            parse_train(options)
 
 
 def test_a_job_gets_the_settings_of_the_file(file, monkeypatch):
     planned = []
-    monkeypatch.setattr(submission, "plan_run", lambda words, *_, **__: planned.extend(words))
+    monkeypatch.setattr(submission, "plan_run", lambda options, *_, **__: planned.extend(options))
     monkeypatch.setattr(submitting, "_connect", lambda options: None)
     monkeypatch.setattr(submission, "Submitter", lambda *_: None)
     monkeypatch.setattr(submitting, "_watch", lambda *_, **__: 0)

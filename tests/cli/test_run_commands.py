@@ -1,4 +1,4 @@
-"""``raydl list``, ``logs`` and ``stop`` on runs of this process."""
+"""``raydl list``, ``logs`` and ``stop`` with runs in this process."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def trainer(folder, *, epochs):
 
 
 @pytest.fixture
-def endless(tmp_path):
+def endless_run(tmp_path):
     """A run that trains in a thread until it is stopped."""
     folder, results = tmp_path / "runs/endless", []
     thread = threading.Thread(
@@ -32,7 +32,7 @@ def endless(tmp_path):
     )
     thread.start()
     deadline = time.monotonic() + BOUND_S
-    while not trains(folder):
+    while not is_training(folder):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     yield folder, thread, results
@@ -40,15 +40,15 @@ def endless(tmp_path):
     thread.join(BOUND_S)
 
 
-def trains(folder):
+def is_training(folder):
     try:
         return json.loads((folder / "status.json").read_text())["state"] == "training"
     except (OSError, ValueError):
         return False
 
 
-def test_a_run_is_listed_and_stops_with_a_checkpoint_at_a_request(endless, tmp_path, capsys):
-    folder, thread, results = endless
+def test_a_run_is_listed_and_stop_ends_it_with_a_checkpoint(endless_run, tmp_path, capsys):
+    folder, thread, results = endless_run
     trainer(tmp_path / "runs/done", epochs=2).fit()
     (tmp_path / "runs/other").mkdir()
     assert cli.main(["list", str(tmp_path / "runs")]) == 0
@@ -65,23 +65,25 @@ def test_a_run_is_listed_and_stops_with_a_checkpoint_at_a_request(endless, tmp_p
     assert "has ended (stopped by raydl stop): there is nothing to stop" in capsys.readouterr().err
 
 
-def test_the_events_of_a_run_are_printed_to_its_end(endless, capsys):
-    folder, _, _ = endless
+def test_logs_follows_the_events_of_a_run_to_its_end(endless_run, capsys):
+    folder, _, _ = endless_run
     following = threading.Thread(target=cli.main, args=(["logs", str(folder), "--follow"],))
     following.start()
     assert cli.main(["stop", str(folder)]) == 0
     following.join(BOUND_S)
     assert not following.is_alive()
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     lines = [
-        line for line in told.splitlines() if re.match(r"\[\d+:\d\d:\d\d\] [\d,]+ samples: ", line)
+        line
+        for line in output.splitlines()
+        if re.match(r"\[\d+:\d\d:\d\d\] [\d,]+ samples: ", line)
     ]
     assert any("generation 1" in line for line in lines)
     assert any("raydl stop: stopping after this round" in line for line in lines)
     assert len(lines) == len(set(lines))
 
 
-def test_a_folder_without_runs_says_so(tmp_path, capsys):
+def test_list_reports_a_folder_without_runs(tmp_path, capsys):
     assert cli.main(["list", str(tmp_path)]) == 0
     assert f"no run is in {tmp_path}" in capsys.readouterr().out
     assert cli.main(["list", str(tmp_path / "none")]) == 0

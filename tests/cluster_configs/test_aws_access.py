@@ -51,14 +51,14 @@ def aws(tmp_path_factory):
         patch.setenv("AWS_DEFAULT_REGION", REGION)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # Ray writes a key to ~/.ssh
         patch.chdir(ROOT)
-        forget_clients()
+        clear_clients()
         yield SimpleNamespace(
             ec2=boto3.client("ec2"), iam=boto3.client("iam"), cfn=boto3.client("cloudformation")
         )
-        forget_clients()
+        clear_clients()
 
 
-def forget_clients():
+def clear_clients():
     for cache in (resource_cache, client_cache, ray_aws._get_subnets_or_die):
         cache.cache_clear()
 
@@ -182,8 +182,8 @@ def test_a_config_that_is_not_filled_in_starts_nothing(aws):
     assert aws.ec2.describe_instances()["Reservations"] == before
 
 
-def test_workers_have_no_public_address_and_use_a_gateway(asked):
-    _, config, calls = asked
+def test_workers_have_no_public_address_and_use_a_gateway(head_requests):
+    _, config, calls = head_requests
     assert config["provider"]["use_internal_ips"]
     for params in [p for action, p in calls if action == "ec2:RunInstances"]:
         assert "NetworkInterfaces" not in params  # so the subnet decides about the address
@@ -212,8 +212,8 @@ def resources(kind):
     }
 
 
-def test_every_machine_requires_session_tokens_within_one_hop(asked):
-    _, config, calls = asked
+def test_every_machine_requires_session_tokens_within_one_hop(head_requests):
+    _, config, calls = head_requests
     started = [p for action, p in calls if action == "ec2:RunInstances"]
     for node in [*started, node_type(config, "head")]:
         assert node["MetadataOptions"] == {
@@ -246,11 +246,11 @@ def test_ray_creates_no_role_and_each_node_has_its_own(cluster):
         assert aws.iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"] == []
 
 
-# the head's requests, and its rights
+# the head's requests and permissions
 
 
 @pytest.fixture(scope="module")
-def asked(cluster):
+def head_requests(cluster):
     """(AWS, the config, the requests of the head's Ray to EC2: [(action, parameters)])."""
     aws, config = cluster
     provider = AWSNodeProvider(config["provider"], NAME)
@@ -327,14 +327,14 @@ def context_of(aws, params):
     }
 
 
-def test_the_head_has_exactly_the_rights_of_ray_s_requests(asked):
-    aws, _, calls = asked
+def test_the_head_has_exactly_the_rights_of_ray_s_requests(head_requests):
+    aws, _, calls = head_requests
     actions = {a for s in policy_of(aws, f"{NAME}-head") for a in listed(s["Action"])}
     assert {a for a in actions if a.startswith("ec2:")} == {action for action, _ in calls}
     assert {a for a in actions if not a.startswith(("ec2:", "s3:"))} == {"iam:PassRole"}
 
 
-def test_a_policy_names_its_actions_and_its_resources_if_aws_permits(cluster):
+def test_a_policy_names_single_actions_and_where_aws_permits_its_resources(cluster):
     aws, _ = cluster
     for role in (f"{NAME}-head", f"{NAME}-worker"):
         for statement in policy_of(aws, role):
@@ -347,8 +347,8 @@ def test_a_policy_names_its_actions_and_its_resources_if_aws_permits(cluster):
                 assert "*" not in listed(statement["Resource"]), statement["Sid"]
 
 
-def test_the_head_may_start_only_the_workers_of_the_config(asked):
-    aws, config, calls = asked
+def test_the_head_may_start_only_the_workers_of_the_config(head_requests):
+    aws, config, calls = head_requests
     policy = policy_of(aws, f"{NAME}-head")
     [public] = node_type(config, "head")["SubnetIds"]
     for params in [p for action, p in calls if action == "ec2:RunInstances"]:
@@ -378,8 +378,8 @@ def test_the_head_may_start_only_the_workers_of_the_config(asked):
     assert not allowed(policy, "ec2:RunInstances", ours(aws, "security-group/sg-1"))
 
 
-def test_the_head_may_label_and_end_only_its_own_workers(asked):
-    aws, _, calls = asked
+def test_the_head_may_label_and_end_only_its_own_workers(head_requests):
+    aws, _, calls = head_requests
     policy, instance = policy_of(aws, f"{NAME}-head"), ours(aws, "instance/i-1")
     own = {"aws:ResourceTag/ray-cluster-name": NAME, "aws:ResourceTag/ray-node-type": "worker"}
     for params in [p for action, p in calls if action == "ec2:CreateTags"]:
@@ -427,12 +427,12 @@ def test_both_roles_are_for_machines_and_one_bucket(cluster, role):
         assert {a for s in policy for a in listed(s["Action"])} == {"s3:ListBucket", "s3:GetObject"}
 
 
-# the rights of the roles in the bucket, with an S3 server that checks permissions
+# the permissions of the roles in the bucket, with an S3 server that checks them
 
 
 @pytest.fixture
-def as_role(cluster, monkeypatch):
-    """A function that opens the bucket with the rights of a role, as a user with its policy."""
+def open_as_role(cluster, monkeypatch):
+    """A function that opens the bucket as a user with the policy of a role."""
     aws, _ = cluster
     with s3_server() as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
@@ -458,23 +458,23 @@ def as_role(cluster, monkeypatch):
             return Storage("s3://my-bucket/runs")
 
         monkeypatch.delenv("AWS_SESSION_TOKEN")
-        ask_for_keys(url, b"0")
+        require_keys(url, b"0")
         yield open_bucket
-        ask_for_keys(url, b"inf")
+        require_keys(url, b"inf")
 
 
-def ask_for_keys(url, after):
+def require_keys(url, after):
     request = urllib.request.Request(
         f"{url}/moto-api/reset-auth", data=after, headers={"Content-Type": "text/plain"}
     )
     urllib.request.urlopen(request, timeout=10).close()
 
 
-def test_the_head_writes_runs_to_the_bucket_and_a_worker_only_reads_them(as_role):
-    head = as_role("head")
+def test_the_head_writes_runs_to_the_bucket_and_a_worker_only_reads_them(open_as_role):
+    head = open_as_role("head")
     head.probe("run.storage_path")  # writes and deletes
     head.write_bytes("digits/manifest.json", b"kept")
-    worker = as_role("worker")
+    worker = open_as_role("worker")
     assert worker.read_bytes("digits/manifest.json") == b"kept"
     assert worker.list_dir("") == ["digits"]
     with pytest.raises(OSError, match="ACCESS_DENIED"):

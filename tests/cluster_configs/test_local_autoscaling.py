@@ -93,10 +93,10 @@ class LocalCluster:
         return self.processes("/raylet")
 
     def until_nodes(self, count):
-        """Wait until there are so many nodes.
+        """Wait until the cluster has a number of nodes.
 
-        For a moment there may be more: a child of a raylet has its name until it has another, and
-        one node too many is removed once it has been idle.
+        There may be more for a moment: a child of a raylet has its name until it gets another, and
+        a superfluous node is removed once it has been idle.
         """
         deadline = time.monotonic() + BOUND_S
         while len(nodes := self.nodes()) != count:
@@ -110,7 +110,7 @@ def test_a_run_grows_from_one_node_to_three_and_the_nodes_are_removed_after_it(r
         options = ["--model", "origins:model", "--epochs", "100000", "--period", "4"]
         options += ["--workers", "1:3", "--elastic.no-leave-out-slow"]
         with ClusterRun(SimpleNamespace(address=local.address), tmp_path / "run", *options) as run:
-            # A node may have come by then: one worker starts, or two.
+            # A second node may have joined by then: one worker starts, or two.
             run.until(lambda: re.search(r"generation 1: w\d.* starts?\n", run.output))
             run.until_training(3)
             local.until_nodes(3)

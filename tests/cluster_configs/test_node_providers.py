@@ -25,7 +25,7 @@ from raydl.ray_backend.node_providers.settings import azure_cluster, gcp_cluster
 FOLDER = ROOT / "cluster_configs"
 PUBLIC_KEY = "ssh-ed25519 AAAA who@where"
 OFFICE = "203.0.113.7/32"
-STAND_INS = {
+MOCKED_MODULES = {
     "gcp": (
         "google_auth_httplib2", "googleapiclient", "googleapiclient.discovery",
         "googleapiclient.errors", "httplib2",
@@ -47,18 +47,18 @@ IMPORTED = {
 def cloud(request, monkeypatch, tmp_path):
     """A cloud's name; its libraries are mocks, and a pair of SSH keys exists."""
     name = request.param
-    for module in STAND_INS[name]:
+    for module in MOCKED_MODULES[name]:
         monkeypatch.setitem(sys.modules, module, MagicMock())
-    forget(name)
+    unload_modules(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     (tmp_path / ".ssh").mkdir()
     (tmp_path / f".ssh/raydl-{name}-spot.pub").write_text(f"{PUBLIC_KEY}\n")
     yield name
-    forget(name)
+    unload_modules(name)
 
 
-def forget(cloud):
+def unload_modules(cloud):
     for name in [n for n in sys.modules if n.startswith(IMPORTED[cloud])]:
         del sys.modules[name]
 
@@ -104,7 +104,7 @@ def tags(config, name):
 def test_the_launcher_creates_no_role_and_no_network(cloud):
     before = prepare_config(config_of(cloud))
     provider, config = bootstrapped(cloud)
-    libraries = [sys.modules[name] for name in STAND_INS[cloud]]
+    libraries = [sys.modules[name] for name in MOCKED_MODULES[cloud]]
     assert all(m.mock_calls == [] for m in libraries)  # no call to the cloud
     assert config["head_node"] == {}
     assert config["provider"] == before["provider"]
@@ -243,23 +243,23 @@ if verb is not None:
         deleted_roles += [name] if kind == "iam roles" else []
     state.write_text(json.dumps([there, deleted_roles]))
 if verb != "describe":
-    print(json.dumps(words), file=open(folder / "asked", "a"))
+    print(json.dumps(words), file=open(folder / "changes", "a"))
 """
-"""A gcloud that knows what exists, and the roles whose ids are blocked since they were deleted. It
-records the arguments of changes."""
+"""A fake gcloud that keeps the existing resources and the roles that were deleted, whose ids are
+blocked. It records the arguments of changes."""
 
 
 def run_access(tmp_path, *arguments):
     """Run access.sh with a fake gcloud; return its result, and the arguments of changes."""
-    script, asked = tmp_path / "gcloud", tmp_path / "asked"
-    asked.unlink(missing_ok=True)
+    script, record = tmp_path / "gcloud", tmp_path / "changes"
+    record.unlink(missing_ok=True)
     script.write_text(f"#!{sys.executable}\n{GCLOUD.format(folder=str(tmp_path))}")
     script.chmod(0o755)
     done = subprocess.run(
         ["sh", FOLDER / "gcp/access.sh", *arguments], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
-    lines = asked.read_text().splitlines() if asked.exists() else []
+    lines = record.read_text().splitlines() if record.exists() else []
     return done, [json.loads(line) for line in lines]
 
 
@@ -267,14 +267,14 @@ def run_access(tmp_path, *arguments):
     "network", ["0.0.0.0/0", "10.0.0.0/8", "8.8.8.8", "::/0", "1.2.3.4/32,0.0.0.0/0", ""]
 )
 def test_gcp_access_is_not_created_for_a_network_that_is_too_wide(tmp_path, network):
-    done, asked = run_access(tmp_path, "my-project", "my-bucket", network)
-    assert (done.returncode, asked) == (2, [])
+    done, commands = run_access(tmp_path, "my-project", "my-bucket", network)
+    assert (done.returncode, commands) == (2, [])
     assert done.stderr.rstrip().endswith(f"like 203.0.113.7/32, got {network}".rstrip())
 
 
 def test_gcp_access_requires_the_network_of_ssh(tmp_path):
-    done, asked = run_access(tmp_path, "my-project", "my-bucket")
-    assert (done.returncode, asked) == (2, [])
+    done, commands = run_access(tmp_path, "my-project", "my-bucket")
+    assert (done.returncode, commands) == (2, [])
     assert done.stderr.startswith("usage: ")
 
 
@@ -284,15 +284,15 @@ def options(words):
 
 
 @pytest.fixture
-def asked(tmp_path):
+def access_commands(tmp_path):
     """The gcloud commands of access.sh, as lists of words."""
-    done, asked = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
+    done, commands = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
     assert done.returncode == 0, done.stderr
-    return asked
+    return commands
 
 
-def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other(asked):
-    rules = {w[w.index("create") + 1]: options(w) for w in asked if "firewall-rules" in w}
+def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other(access_commands):
+    rules = {w[w.index("create") + 1]: options(w) for w in access_commands if "firewall-rules" in w}
     head, worker = (
         f"raydl-gcp-spot-{n}@my-project.iam.gserviceaccount.com" for n in ("head", "worker")
     )
@@ -306,13 +306,13 @@ def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_othe
         == f"{head},{worker}"
     )
     assert "--source-ranges" not in nodes
-    assert not any("0.0.0.0" in word for words in asked for word in words)
+    assert not any("0.0.0.0" in word for words in access_commands for word in words)
 
 
-def test_gcp_roles_are_bound_to_resources_of_the_cluster(asked):
+def test_gcp_roles_are_bound_to_resources_of_the_cluster(access_commands):
     bound = [
         (*w[w.index("add-iam-policy-binding") - 1 :][:3:2], options(w))
-        for w in asked if "add-iam-policy-binding" in w
+        for w in access_commands if "add-iam-policy-binding" in w
     ]  # fmt: skip
     found = {
         (kind, name, o["--member"].split(":")[1].split("@")[0], o["--role"].rpartition("/")[2])
@@ -330,10 +330,10 @@ def test_gcp_roles_are_bound_to_resources_of_the_cluster(asked):
 
 
 @gcp
-def test_gcp_s_head_may_change_only_machines_with_names_of_its_workers(cloud, asked):
+def test_gcp_s_head_may_change_only_machines_with_names_of_its_workers(cloud, access_commands):
     [condition] = {
         options(w)["--condition"]
-        for w in asked
+        for w in access_commands
         if "projects" in w and "raydlGcpSpotHead" in options(w).get("--role", "")
     }
     expression = condition.partition("expression=")[2]
@@ -349,8 +349,8 @@ def test_gcp_s_head_may_change_only_machines_with_names_of_its_workers(cloud, as
     assert not any(o.startswith(p) for o in others for p in places)
 
 
-def test_gcp_s_roles_name_single_permissions(asked):
-    created = [w for w in asked if w[3:6] == ["iam", "roles", "create"]]
+def test_gcp_s_roles_name_single_permissions(access_commands):
+    created = [w for w in access_commands if w[3:6] == ["iam", "roles", "create"]]
     files = [Path(options(w)["--file"]) for w in created]
     assert {f.name for f in files} == {p.name for p in (FOLDER / "gcp").glob("*-role.yaml")}
     granted = {p for f in files for p in yaml.safe_load(f.read_text())["includedPermissions"]}
@@ -362,14 +362,14 @@ def test_gcp_s_roles_name_single_permissions(asked):
 
 
 def existing(tmp_path):
-    """Return what exists by the fake gcloud, as (kind, name)."""
+    """Return the existing resources of the fake gcloud, as (kind, name)."""
     return sorted(tuple(each) for each in json.loads((tmp_path / "state").read_text())[0])
 
 
 ROLES = [("iam roles", f"raydlGcpSpot{name}") for name in ("Head", "Look", "Subnet")]
 
 
-def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, asked):
+def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, access_commands):
     """Google Cloud blocks the id of a deleted role for weeks: access.sh could not create it."""
     assert existing(tmp_path) == [
         ("compute firewall-rules", "raydl-gcp-spot-nodes"),
@@ -391,7 +391,7 @@ def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, asked):
     ]  # fmt: skip
 
 
-def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path, asked):
+def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path, access_commands):
     before = existing(tmp_path)
     run_access(tmp_path, "--delete", "my-project", "my-bucket")
     done, again = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
@@ -402,7 +402,7 @@ def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path, asked):
     ]  # fmt: skip
 
 
-def test_gcp_access_that_exists_is_updated(tmp_path, asked):
+def test_gcp_access_that_exists_is_updated(tmp_path, access_commands):
     before = existing(tmp_path)
     done, again = run_access(tmp_path, "my-project", "my-bucket", "198.51.100.0/24")
     assert done.returncode == 0, done.stderr
@@ -410,7 +410,7 @@ def test_gcp_access_that_exists_is_updated(tmp_path, asked):
     (ssh,) = [options(w) for w in again if "firewall-rules" in w]
     assert ssh["--source-ranges"] == "198.51.100.0/24"
     assert [w for w in again if "add-iam-policy-binding" in w] == [
-        w for w in asked if "add-iam-policy-binding" in w
+        w for w in access_commands if "add-iam-policy-binding" in w
     ]
 
 
@@ -507,10 +507,10 @@ def test_on_azure_ssh_is_opened_to_65536_addresses_at_most(given, opened):
     assert opened_to_ssh(given) == opened
 
 
-@pytest.mark.parametrize("word", ["AzureCloud", "VirtualNetwork", "AzureCloud/", "10.0.0.0/all"])
-def test_on_azure_a_word_in_place_of_a_network_is_refused(word):
+@pytest.mark.parametrize("value", ["AzureCloud", "VirtualNetwork", "AzureCloud/", "10.0.0.0/all"])
+def test_on_azure_a_value_that_is_no_network_is_refused(value):
     with pytest.raises((IndexError, ValueError)):
-        opened_to_ssh(word)
+        opened_to_ssh(value)
 
 
 def test_on_azure_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other():

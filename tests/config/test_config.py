@@ -1,4 +1,4 @@
-"""A wrong setting is told by its dotted name, its limit and its value."""
+"""A wrong setting is refused with its dotted name, its limit and its value."""
 
 import dataclasses
 import json
@@ -122,7 +122,7 @@ def test_nesterov_without_momentum_is_refused():
         )
 
 
-def test_the_users_settings_win_over_the_methods_own():
+def test_settings_of_the_user_take_precedence_over_those_of_the_method():
     method = resolve(
         TrainConfig(
             method=MethodConfig(name="sync-measgd", period=3),
@@ -134,15 +134,15 @@ def test_the_users_settings_win_over_the_methods_own():
     assert (own.period, own.optimizer.momentum) == (10, METHODS["sync-measgd"].momentum)
 
 
-def test_a_run_records_what_the_method_decided():
-    given = TrainConfig(method=MethodConfig(name="sync-msgd"))
-    config = filled_in(given, resolve(given))
+def test_the_configuration_of_a_run_records_the_defaults_of_its_method():
+    user_config = TrainConfig(method=MethodConfig(name="sync-msgd"))
+    config = filled_in(user_config, resolve(user_config))
     assert config.method.period == 1
     assert (config.optimizer.lr, config.optimizer.momentum) == (0.025, 0.9)
     assert filled_in(config, resolve(config)) == config
 
 
-def test_all_workers_may_be_the_quorum():
+def test_the_quorum_may_be_all_workers():
     assert ElasticConfig(quorum=1.0, max_restarts=1).quorum == 1.0
 
 
@@ -154,9 +154,9 @@ def test_elasticity_is_set_by_dotted_names_and_the_fault_plan_by_a_short_one():
     assert TrainConfig().run.fault_plan is None
 
 
-def test_the_trainer_takes_every_section():
-    given = ElasticConfig(lease_s=3.0)
-    assert Trainer(elastic=given).config.elastic == given
+def test_the_trainer_accepts_a_section_of_settings():
+    elastic = ElasticConfig(lease_s=3.0)
+    assert Trainer(elastic=elastic).config.elastic == elastic
     assert Trainer().config.elastic == ElasticConfig()
 
 
@@ -176,7 +176,7 @@ def test_settings_survive_json():
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
-def test_a_setting_of_another_version_is_named():
+def test_the_error_for_an_unknown_setting_names_it():
     with pytest.raises(ConfigError, match="gamma is no setting of MethodConfig"):
         from_dict(MethodConfig, {"gamma": 1})
 
@@ -191,9 +191,7 @@ def test_a_setting_of_another_version_is_named():
         (CheckpointConfig, "keep", "num_to_keep", 3),
     ],
 )
-def test_a_run_of_an_earlier_version_is_read_by_the_names_it_was_written_with(
-    cls, former, now, value
-):
+def test_former_names_of_settings_are_read(cls, former, now, value):
     assert from_dict(cls, {former: value}) == cls(**{now: value})
 
 

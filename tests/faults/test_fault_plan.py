@@ -1,4 +1,4 @@
-"""A plan of faults is checked as a whole, and read from YAML."""
+"""A fault plan is read from YAML and checked as a whole."""
 
 import pickle
 import re
@@ -21,7 +21,7 @@ def read(tmp_path):
     return read
 
 
-def test_a_plan_is_read_as_it_is_written(read):
+def test_a_plan_is_read_from_yaml(read):
     plan = read(
         """
         faults:
@@ -43,7 +43,7 @@ def test_a_plan_is_read_as_it_is_written(read):
     assert plan.for_center == plan.faults[3:]
 
 
-def test_a_fault_becomes_one_sentence():
+def test_a_fault_is_described_in_one_sentence():
     stop = Fault(1, "stop", "rank 0", "round", 90.0, for_s=8.0)
     assert stop.sentence == "fault 2: stop rank 0 at round 90 for 8 s"
     slow = Fault(2, "slow", "any", "second", 12.5, for_s=10.0, by_s=0.5)
@@ -51,12 +51,12 @@ def test_a_fault_becomes_one_sentence():
     assert kill(at=12345678.0).sentence == "fault 1: kill w1 at step 12345678"
 
 
-def test_a_plan_travels_between_processes(read):
+def test_a_plan_can_be_pickled(read):
     plan = read("faults: [{fault: kill, target: any, at: step 40}]")
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_the_seed_draws_who_any_is(read):
+def test_the_seed_determines_the_targets_named_any(read):
     def drawn(text):
         return [fault.draw for fault in read(text).faults]
 
@@ -70,7 +70,7 @@ def test_the_seed_draws_who_any_is(read):
 
 
 def wrong(fields, sentence):
-    """Return a plan whose second fault is wrong, and what is said of it."""
+    """Return a plan whose second fault is wrong, and the expected error."""
     plan = f"faults: [{{fault: kill, target: w0, at: step 1}}, {fields}]"
     return pytest.param(plan, f"fault 2: {sentence}", id=sentence)
 
@@ -134,14 +134,14 @@ TARGETS = "target must be w1, rank 0, any, center or shard 1"
               "got 'step 4'"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_plan_is_one_sentence(read, tmp_path, text, problem):
+def test_a_mistake_in_a_plan_is_reported_in_one_sentence(read, tmp_path, text, problem):
     with pytest.raises(ConfigError) as caught:
         read(text)
     path = str(tmp_path / "plan.yaml")
     assert str(caught.value) == f"run.fault_plan {problem}".replace("PATH", path)
 
 
-def test_a_plan_that_can_not_be_read_is_named(tmp_path):
+def test_the_error_for_an_unreadable_plan_names_its_file(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none.yaml: No such file"):
         FaultPlan.read(str(tmp_path / "none.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"seed: \xe4")
@@ -149,7 +149,7 @@ def test_a_plan_that_can_not_be_read_is_named(tmp_path):
         FaultPlan.read(str(tmp_path / "latin.yaml"))
 
 
-def test_a_target_that_the_run_can_not_have_is_refused():
+def test_a_target_that_the_run_does_not_have_is_refused():
     FaultPlan((kill("rank 2"), kill("shard 1", "round"))).check(max_workers=3, num_shards=2)
     with pytest.raises(ConfigError, match=r"fault 1: target must be a rank below 2, .*'rank 2'"):
         FaultPlan((kill("rank 2"),)).check(max_workers=2, num_shards=2)
@@ -163,8 +163,8 @@ def test_the_plan_of_the_docs_has_every_fault_and_its_tables_are_right(root, rea
     text = (root / "docs/faults.md").read_text()
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.M | re.S)
     assert {fault.kind for fault in read(block).faults} == set(KINDS)
-    words = {None: "-", False: "may", True: "must"}
+    cells = {None: "-", False: "may", True: "must"}
     rows = re.findall(r"^\| `(\w+)` \| (-|may|must) \| (-|may|must) \|", text, flags=re.M)
     assert rows == [
-        (kind, words[takes.get("for_s")], words[takes.get("by_s")]) for kind, takes in KINDS.items()
+        (kind, cells[takes.get("for_s")], cells[takes.get("by_s")]) for kind, takes in KINDS.items()
     ]

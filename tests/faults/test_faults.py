@@ -1,4 +1,4 @@
-"""Each fault fires once, on whom it is meant for."""
+"""Each fault fires once, on its target."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ WAIT_S = 60.0
 
 
 class Clock:
-    """A clock that only sleeping moves."""
+    """A clock that moves only when it sleeps."""
 
     def __init__(self):
         self.now = 0.0
@@ -32,8 +32,8 @@ class Clock:
         self.now += seconds
 
 
-class Diary:
-    """Writes down what would have been inflicted, and what was announced."""
+class FaultRecorder:
+    """Records the faults that are announced and inflicted."""
 
     def __init__(self):
         self.lines = []
@@ -61,95 +61,95 @@ class Diary:
 
 
 class Process:
-    """An injector with a clock and a diary, and a worker's loop in short."""
+    """A worker's loop with an injector, a clock and a recorder."""
 
     def __init__(self, *faults, fired=(), worker_id="w1", rank=1, num_workers=3):
-        self.diary, self.clock = Diary(), Clock()
-        self.who = {"rank": rank, "num_workers": num_workers}
+        self.recorder, self.clock = FaultRecorder(), Clock()
+        self.ranks = {"rank": rank, "num_workers": num_workers}
         self.worker_id = worker_id
         self.injector = Injector(
             faults,
-            self.diary,
-            self.diary.announce,
+            self.recorder,
+            self.recorder.announce,
             fired,
             clock=self.clock,
             sleep=self.clock.sleep,
         )
 
-    def step(self, local_step=0, *, round=0, seconds=0.0, **who):
+    def step(self, local_step=0, *, round=0, seconds=0.0, **more):
         self.injector.before_step(
             self.worker_id,
-            **{**self.who, **who},
+            **{**self.ranks, **more},
             local_step=local_step,
             round=round,
             seconds=seconds,
         )
-        return self.diary.fired()
+        return self.recorder.fired()
 
 
-# when, and on whom
+# moments and targets
 
 
 def test_a_fault_is_announced_and_then_inflicted():
     process = Process(Fault(0, "stop", "w1", "step", 4.0, for_s=8.0))
     process.step(4)
-    assert process.diary.lines == ["fault 1: stop w1 at step 4 for 8 s", "stop 8.0"]
+    assert process.recorder.lines == ["fault 1: stop w1 at step 4 for 8 s", "stop 8.0"]
 
 
 def test_a_fault_waits_for_a_step_at_which_its_announcement_is_received():
     process = Process(kill(at=4.0))
-    process.diary.answer = Announced.LOST  # the center is being started again
+    process.recorder.answer = Announced.LOST  # the center is being started again
     assert [process.step(step) for step in (4, 5)] == [[], []]
-    process.diary.answer = Announced.FIRST
+    process.recorder.answer = Announced.FIRST
     assert process.step(6, rank=0) == [1]
-    assert process.diary.lines[1:] == ["kill"]
+    assert process.recorder.lines[1:] == ["kill"]
     assert process.step(7) == [1]
 
 
-def test_a_fault_that_has_fired_in_another_process_is_not_inflicted_here():
-    """Such as in the worker whose rank this one has taken over."""
+def test_a_fault_that_has_fired_in_another_process_is_not_inflicted():
+    """For example in the worker whose rank this one has taken over."""
     process = Process(kill(at=4.0))
-    process.diary.answer = Announced.AGAIN
+    process.recorder.answer = Announced.AGAIN
     process.step(4)
-    process.diary.answer = Announced.FIRST
+    process.recorder.answer = Announced.FIRST
     process.step(5)
-    assert process.diary.lines == []
+    assert process.recorder.lines == []
 
 
 @pytest.mark.parametrize(
     ("kind", "line"), [("drain", "drain 8.0"), ("partition", "partition 8.0"), ("kill", "kill")]
 )
-def test_each_fault_is_inflicted_by_its_name(kind, line):
+def test_each_kind_of_fault_calls_the_method_of_its_name(kind, line):
     process = Process(Fault(0, kind, "w1", "round", 4.0, for_s=8.0))
     process.step(round=4)
-    assert process.diary.lines[1:] == [line]
+    assert process.recorder.lines[1:] == [line]
 
 
-def test_a_step_is_met_exactly_and_once():
+def test_a_fault_at_a_step_fires_once_at_exactly_this_step():
     process = Process(kill(at=4.0))
     fired = [process.step(step) for step in (2, 3, 4, 4, 5)]
     assert fired == [[], [], [1], [1], [1]]
-    assert Process(kill(at=4.0)).step(5) == []  # a replacement that starts further on
+    assert Process(kill(at=4.0)).step(5) == []  # a replacement that starts at a later step
 
 
 @pytest.mark.parametrize(
     ("rounds", "fires"),
     [
         ((3, 4, 5), True),
-        ((3, 6), True),  # exchanges of others may pass by in one go
-        ((4, 4), True),  # started in the very round
-        ((5, 6), False),  # started later: that moment was not its own
+        ((3, 6), True),  # exchanges of other workers may complete several rounds at once
+        ((4, 4), True),  # started in the round of the fault
+        ((5, 6), False),  # started later: the fault is not for this process
         ((2, 3), False),
     ],
 )
-def test_a_round_is_met_or_crossed(rounds, fires):
+def test_a_fault_at_a_round_fires_when_the_round_is_reached_or_passed(rounds, fires):
     process = Process(kill(when="round", at=4.0))
     for step, round in enumerate(rounds):
         process.step(step, round=round)
-    assert process.diary.fired() == [1] * fires
+    assert process.recorder.fired() == [1] * fires
 
 
-def test_a_second_is_crossed():
+def test_a_fault_at_a_second_fires_when_it_has_passed():
     process = Process(kill(when="second", at=4.0))
     assert [process.step(seconds=s) for s in (0.1, 3.99, 4.2, 9.0)] == [[], [], [1], [1]]
     assert Process(kill(when="second", at=4.0)).step(seconds=4.2) == []
@@ -175,7 +175,7 @@ def test_a_fault_hits_only_its_target():
     assert Process(*faults).step(4, num_workers=5) == [2, 4]
 
 
-def test_the_center_fires_its_own_by_the_same_rules():
+def test_the_center_and_shards_fire_their_own_faults():
     faults = [kill("center", "round", 4.0), kill("shard 1", "second", 2.0, number=1), kill("any")]
     center = Process(*faults, worker_id="center", rank=-1)
     assert [center.step(-1, round=r, seconds=r) for r in (0, 6)] == [[], [1]]
@@ -189,7 +189,7 @@ def test_a_fault_that_fired_before_this_process_never_fires_again():
 
 def test_a_worker_that_takes_over_a_rank_does_not_get_its_fault():
     process = Process(kill("rank 0", "round", 4.0), kill("rank 0", "round", 6.0, number=1))
-    process.step(round=4)  # rank 0 is another one, and is killed
+    process.step(round=4)  # rank 0 is another worker, which is killed
     assert process.step(round=4, rank=0) == []
     assert process.step(round=6, rank=0) == [2]
 
@@ -201,7 +201,7 @@ def test_a_fault_that_fired_elsewhere_is_skipped():
     assert process.step(round=4) == []
 
 
-def test_slowness_lasts_its_time_and_adds_up():
+def test_slow_faults_last_their_time_and_add_up():
     slow = Fault(0, "slow", "w1", "step", 1.0, for_s=1.0, by_s=0.5)
     process = Process(slow, Fault(1, "slow", "w1", "step", 2.0, by_s=0.25))
     for step in range(6):
@@ -265,7 +265,7 @@ def test_a_partition_holds_every_thread():
     assert min(waited) > 0.1
 
 
-def cut_for(for_s):
+def partition_cut_for(for_s):
     """Return (a partition that is cut, its clock)."""
     clock = Clock()
     partition = Partition(clock=clock, sleep=clock.sleep)
@@ -273,15 +273,15 @@ def cut_for(for_s):
     return partition, clock
 
 
-def test_a_call_to_a_process_waits_and_so_does_its_answer():
-    partition, clock = cut_for(5.0)
+def test_a_partition_holds_a_call_to_a_process_and_its_answer():
+    partition, clock = partition_cut_for(5.0)
     with partition.both_ways():
         assert clock.now == 5.0
         partition.cut(3.0)
     assert clock.now == 8.0
     partition.cut(2.0)
     with pytest.raises(ZeroDivisionError), partition.both_ways():
-        raise ZeroDivisionError  # an error is an answer, too
+        raise ZeroDivisionError  # an error is also an answer
     assert clock.now == 10.0
 
 
@@ -303,8 +303,8 @@ def test_calls_of_a_transport_and_their_later_results_are_held_back():
 
 
 @pytest.mark.parametrize("call", ["publish", "center", "hold_last", "report", "vote", "abandon"])
-def test_a_worker_that_is_cut_off_sends_no_snapshot_and_no_answer(call):
-    partition, clock = cut_for(5.0)
+def test_a_worker_that_is_cut_off_delays_its_snapshots_and_answers(call):
+    partition, clock = partition_cut_for(5.0)
     actor = object.__new__(WorkerActor.__ray_metadata__.modified_class)
     reached = []
 
@@ -328,10 +328,10 @@ def test_a_worker_that_is_cut_off_sends_no_snapshot_and_no_answer(call):
     assert reached == [5.0]
 
 
-def test_a_notice_is_passed_on():
-    told = []
-    ProcessInflicts(Partition(), drain=told.append).drain(30.0)
-    assert told == [30.0]
+def test_a_drain_fault_calls_drain_with_its_notice():
+    notices = []
+    ProcessInflicts(Partition(), drain=notices.append).drain(30.0)
+    assert notices == [30.0]
 
 
 # a process
@@ -357,7 +357,7 @@ def loop():
         )
         print("step", step, flush=True)
 
-thread = threading.Thread(target=loop)  # as the loop of an actor is not in the main thread
+thread = threading.Thread(target=loop)  # like the loop of an actor, not in the main thread
 thread.start()
 thread.join()
 """
@@ -366,7 +366,7 @@ STEPS = [f"step {i}" for i in range(5)]
 
 @pytest.fixture
 def start():
-    """Start a worker's loop with one fault before step 3; end what is left of it."""
+    """Start a worker's loop with one fault before step 3; the process is killed afterwards."""
     started = []
 
     def start(kind, for_s=0.0):
@@ -382,7 +382,7 @@ def start():
 
 
 def until_stopped(process):
-    """Return once the kernel says that the process was stopped."""
+    """Wait until the process is stopped, according to the kernel."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         pid, status = os.waitpid(process.pid, os.WUNTRACED | os.WNOHANG)
@@ -403,7 +403,7 @@ def test_a_killed_process_has_announced_its_fault_and_reports_nothing_more(start
 @pytest.mark.parametrize("for_s", [3.0, 0.001])
 def test_a_stopped_process_continues_by_itself(start, for_s):
     process = start("stop", for_s)
-    if for_s > 0.1:  # else it may be over before we look
+    if for_s > 0.1:  # a shorter stop may be over before it is observed
         until_stopped(process)
     output, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
