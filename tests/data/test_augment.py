@@ -1,4 +1,4 @@
-"""Changes of training pictures: what they do, and that they follow from seed, epoch and row."""
+"""Augmentations of training pictures follow from seed, epoch and row."""
 
 import itertools
 import pickle
@@ -35,7 +35,7 @@ def pictures_of(num_pictures=64, side=32, *, channels=3):
     return torch.arange(1, 1 + np.prod(shape), dtype=torch.float32).view(shape)
 
 
-def changed(names, pictures, rows=None, *, seed=0, epoch=0):
+def augmented(names, pictures, rows=None, *, seed=0, epoch=0):
     rows = np.arange(len(pictures)) if rows is None else rows
     return Augment(as_they_are, names.split(","), seed=seed).changed(pictures, rows, epoch)
 
@@ -56,7 +56,7 @@ def settings(augment=ALL, **training):
     )
 
 
-# chance
+# random numbers
 
 
 def test_the_random_numbers_never_change():
@@ -79,7 +79,7 @@ def test_the_numbers_are_those_of_splitmix64():
         return z ^ (z >> 31)
 
     golden = 0x9E3779B97F4A7C15
-    # The generator's published sequence from seed 1234567, which makes this function the judge.
+    # The generator's published sequence from seed 1234567 confirms this reference function.
     outputs = [mixed((1234567 + golden * i) % 2**64) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     for seed, epoch, draw in [(0, 0, 0), (5, 2, 1), (2**63, 0, 4), (-1, 10**6, 3)]:
@@ -111,7 +111,7 @@ def test_numbers_of_different_seeds_epochs_rows_and_draws_are_uncorrelated():
     keys = list(itertools.product((0, 1, 2), (0, 1, 2), (0, 1, 2)))
     drawn = [uniform(seed, epoch, rows, draw) for seed, epoch, draw in keys]
     for first, second in itertools.combinations(drawn, 2):
-        assert correlation(first, second) < 0.025  # 5.6 deviations of what chance gives
+        assert correlation(first, second) < 0.025  # 5.6 standard deviations of random numbers
     for step in (1, 2, 3, 64, 1000):
         assert correlation(drawn[0][:-step], drawn[0][step:]) < 0.025
 
@@ -123,7 +123,7 @@ def test_two_draws_of_a_row_fill_the_square_evenly():
     assert 50 < float(((counts - 500) ** 2 / 500).sum()) < 160
 
 
-# what each change does
+# single augmentations
 
 
 def test_a_flip_exchanges_left_and_right_of_the_selected_pictures():
@@ -153,7 +153,7 @@ def test_a_cutout_is_a_square_that_may_reach_over_the_edge():
 
 def test_half_of_the_pictures_are_flipped_and_no_other_pixel_moves():
     pictures = pictures_of(400, 4)
-    flipped = changed("flip", pictures)
+    flipped = augmented("flip", pictures)
     is_same = (flipped == pictures).flatten(1).all(1)
     is_mirrored = (flipped == pictures.flip(3)).flatten(1).all(1)
     assert (is_same ^ is_mirrored).all()
@@ -161,7 +161,7 @@ def test_half_of_the_pictures_are_flipped_and_no_other_pixel_moves():
 
 
 def shift(before, after):
-    """Return (down, right) by which a picture was moved, and check that nothing else was done."""
+    """Return the shift (down, right) of a picture, and check that nothing else has changed."""
     _, height, width = before.shape
     place = int(after[0, height // 2, width // 2] - before[0, 0, 0])
     down, right = height // 2 - place // width, width // 2 - place % width
@@ -172,24 +172,24 @@ def shift(before, after):
 
 def test_a_crop_keeps_the_shape_and_moves_by_at_most_an_eighth_of_the_side():
     pictures = pictures_of(300, 32)
-    cropped = changed("crop", pictures)
+    cropped = augmented("crop", pictures)
     assert cropped.shape == pictures.shape
     shifts = [shift(*pair) for pair in zip(pictures, cropped, strict=True)]
     for axis in (0, 1):
         assert {pair[axis] for pair in shifts} == set(range(-4, 5))
-    assert len(set(shifts)) > 70  # of 81: how far down says nothing of how far right
+    assert len(set(shifts)) > 70  # of 81: both directions are independent
 
 
 def test_a_cutout_takes_a_square_of_half_the_side_from_all_channels():
     pictures = pictures_of(300, 32)
-    cut = changed("cutout", pictures)
+    cut = augmented("cutout", pictures)
     is_cut = cut == 0
     assert torch.equal(cut[~is_cut], pictures[~is_cut])
     assert torch.equal(is_cut.any(1), is_cut.all(1))
     heights, widths = is_cut[:, 0].any(2).sum(1), is_cut[:, 0].any(1).sum(1)
     assert torch.equal(heights * widths, is_cut[:, 0].flatten(1).sum(1))
     for sides in (heights, widths):
-        assert sides.min() == 8  # the middle is at the edge
+        assert sides.min() == 8  # its center is at the edge
         assert sides.max() == 16
     assert (heights != widths).any()
 
@@ -197,7 +197,7 @@ def test_a_cutout_takes_a_square_of_half_the_side_from_all_channels():
 @pytest.mark.parametrize("shape", [(1, 1, 4, 4), (2, 3, 28, 20), (0, 3, 32, 32), (3, 1, 1, 1)])
 def test_pictures_of_any_size_keep_theirs(shape):
     pictures = torch.ones(shape)
-    after = changed(ALL, pictures)
+    after = augmented(ALL, pictures)
     assert after.shape == shape
     assert torch.equal(pictures, torch.ones(shape))
 
@@ -213,46 +213,48 @@ def test_pixels_shifted_in_or_cut_out_have_the_mean_color():
     assert not (original == 0).all(1).any()
 
 
-# what they follow from
+# dependence on sample, seed, epoch and names
 
 
 def test_the_augmentation_of_a_sample_does_not_depend_on_its_batch():
     pictures = pictures_of(24, 8)
-    whole = changed(ALL, pictures, epoch=3)
+    whole = augmented(ALL, pictures, epoch=3)
     for size in (1, 5, 24):
         parts = [
-            changed(ALL, part, np.arange(24)[start : start + size], epoch=3)
+            augmented(ALL, part, np.arange(24)[start : start + size], epoch=3)
             for start, part in zip(range(0, 24, size), pictures.split(size), strict=True)
         ]
         assert torch.equal(torch.cat(parts), whole)
     order = np.random.default_rng(0).permutation(24)
-    assert torch.equal(changed(ALL, pictures[order], order, epoch=3), whole[order])
+    assert torch.equal(augmented(ALL, pictures[order], order, epoch=3), whole[order])
 
 
-def test_different_epochs_seeds_and_rows_give_different_augmentations():
+def test_different_epochs_seeds_and_rows_have_different_augmentations():
     pictures = pictures_of(24, 32)
-    first = changed("crop", pictures)
-    assert not torch.equal(first, changed("crop", pictures, epoch=1))
-    assert not torch.equal(first, changed("crop", pictures, seed=1))
-    assert not torch.equal(first, changed("crop", pictures, np.arange(24) + 24))
+    first = augmented("crop", pictures)
+    assert not torch.equal(first, augmented("crop", pictures, epoch=1))
+    assert not torch.equal(first, augmented("crop", pictures, seed=1))
+    assert not torch.equal(first, augmented("crop", pictures, np.arange(24) + 24))
 
 
 def test_the_order_of_the_names_changes_nothing():
     pictures = pictures_of(24, 32)
-    assert torch.equal(changed("flip,crop,cutout", pictures), changed("cutout,flip,crop", pictures))
+    assert torch.equal(
+        augmented("flip,crop,cutout", pictures), augmented("cutout,flip,crop", pictures)
+    )
 
 
 def test_an_augmentation_does_not_depend_on_the_others():
     pictures = pictures_of(24, 32)
     for names in itertools.combinations(AUGMENTATIONS, 2):
-        one_by_one = changed(names[1], changed(names[0], pictures))
-        assert torch.equal(one_by_one, changed(",".join(names), pictures))
+        one_by_one = augmented(names[1], augmented(names[0], pictures))
+        assert torch.equal(one_by_one, augmented(",".join(names), pictures))
 
 
 def test_a_flip_is_uncorrelated_with_a_crop():
     pictures = pictures_of(600, 8, channels=1)
-    is_flipped = (changed("flip", pictures) != pictures).flatten(1).any(1)
-    shifts = [shift(*pair) for pair in zip(pictures, changed("crop", pictures), strict=True)]
+    is_flipped = (augmented("flip", pictures) != pictures).flatten(1).any(1)
+    shifts = [shift(*pair) for pair in zip(pictures, augmented("crop", pictures), strict=True)]
     for some in (is_flipped, ~is_flipped):
         found = {shifts[i] for i in torch.nonzero(some).flatten().tolist()}
         assert found == set(itertools.product((-1, 0, 1), repeat=2))
@@ -260,7 +262,7 @@ def test_a_flip_is_uncorrelated_with_a_crop():
 
 def test_augmentation_uses_no_stateful_generator():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    changed(ALL, pictures_of(8))
+    augmented(ALL, pictures_of(8))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.array_equal(np.random.get_state()[1], before[1])
 
@@ -268,7 +270,7 @@ def test_augmentation_uses_no_stateful_generator():
 def test_read_only_rows_are_accepted():
     rows = np.arange(8)
     rows.flags.writeable = False
-    assert torch.equal(changed(ALL, pictures_of(8), rows), changed(ALL, pictures_of(8)))
+    assert torch.equal(augmented(ALL, pictures_of(8), rows), augmented(ALL, pictures_of(8)))
 
 
 @pytest.mark.gpu
@@ -287,11 +289,11 @@ def test_a_gpu_gives_the_same_bits_as_the_cpu():
     assert torch.equal(on_device.cpu(), pictures)
 
 
-# in a run
+# in runs
 
 
-class Spy:
-    """Prepares, and remembers what each sample became in each epoch."""
+class RecordingPreparation:
+    """A preparation that keeps the prepared picture of each sample in each epoch."""
 
     def __init__(self, prepare):
         self.prepare = prepare
@@ -317,9 +319,9 @@ def run_of(config, *, num_workers, prepare=None):
 def seen_by(num_workers, **training):
     config = settings(epochs=2, **training)
     images = tiny_images(25)
-    spy = Spy(preparation_for(Dataset(images, images, "tiny"), config))
-    run_of(config, num_workers=num_workers, prepare=spy).join().run()
-    return spy.seen
+    recording = RecordingPreparation(preparation_for(Dataset(images, images, "tiny"), config))
+    run_of(config, num_workers=num_workers, prepare=recording).join().run()
+    return recording.seen
 
 
 def test_the_augmentation_of_a_sample_does_not_depend_on_the_number_of_workers():
@@ -349,7 +351,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(num_wo
     assert not np.array_equal(plain.newest.weights, whole.newest.weights)
 
 
-def test_evaluated_samples_are_never_augmented():
+def test_samples_of_evaluations_are_never_augmented():
     data = dataset()
     rows = np.arange(24)
     prepare = preparation_for(data, settings())
@@ -370,7 +372,7 @@ def test_an_augmentation_can_be_pickled():
     assert torch.equal(first, second)
 
 
-# what is asked for
+# settings
 
 
 def test_without_augmentation_pictures_are_only_normalized():
@@ -382,7 +384,7 @@ def test_names_are_separated_by_commas_and_may_have_spaces():
     assert InputConfig(augment="crop, flip").augmentations == ("crop", "flip")
     pictures = pictures_of(8)
     for name in AUGMENTATIONS:
-        assert not torch.equal(changed(name, pictures), pictures), name
+        assert not torch.equal(augmented(name, pictures), pictures), name
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -392,7 +394,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("augment", ["flip,flip", "none,flip", "none,none"])
-def test_a_name_twice_or_beside_none_is_refused(augment):
+def test_a_repeated_name_and_none_with_another_name_are_refused(augment):
     message = f"input.augment must be none, or some of flip, crop, cutout, each once, got {augment}"
     with pytest.raises(ConfigError, match=message):
         InputConfig(augment=augment)
@@ -404,7 +406,7 @@ def test_an_empty_name_is_refused():
 
 
 class Text:
-    """A set of texts, as far as a trainer looks at it before it starts."""
+    """A set of texts, with the members that a trainer uses before it starts."""
 
     num_samples = 8
     shape = DataShape((16,), 65)

@@ -1,4 +1,4 @@
-"""Every kind of input, and what is said of input that is broken."""
+"""Every kind of input is read, and broken input is an error with its reason."""
 
 import gzip
 from pathlib import Path
@@ -28,7 +28,7 @@ def hub(tmp_path):
     return tmp_path
 
 
-def test_the_bundled_digits_are_all_there():
+def test_the_bundled_digits_are_complete():
     digits = load("digits")
     assert (digits.train.num_samples, digits.test.num_samples) == (1438, 359)
     assert digits.train.image_shape == (1, 8, 8)
@@ -65,7 +65,7 @@ def test_colour_pictures_come_channels_first(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-def test_idx_files_are_read_plain_and_packed(tmp_path, ending):
+def test_idx_files_are_read_plain_and_compressed(tmp_path, ending):
     pack = gzip.compress if ending else bytes
     for part, count in (("train", 6), ("t10k", 2)):
         labels = np.arange(count, dtype=np.uint8) % 2
@@ -110,7 +110,7 @@ def test_a_folder_of_class_folders_is_read(tmp_path):
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
 
 
-def test_synthetic_data_is_seeded_and_sized_as_asked():
+def test_synthetic_data_has_the_requested_seed_and_size():
     data = load("synthetic:40x3x8x9x5", seed=1)
     assert data.train.images.shape == (40, 3, 8, 9)
     assert data.train.num_classes == 5
@@ -258,7 +258,7 @@ def broken(tmp_path, case):
         ("synthetic misspelt", "must be written synthetic or synthetic:N"),
     ],
 )
-def test_broken_input_is_named_in_one_sentence(tmp_path, case, sentence):
+def test_broken_input_is_reported_in_one_sentence(tmp_path, case, sentence):
     with pytest.raises(DataError, match=sentence) as caught:
         load(broken(tmp_path, case))
     assert "\n" not in str(caught.value)
@@ -289,7 +289,7 @@ def test_a_scheme_without_a_file_system_is_reported():
         load("nosuch://bucket")
 
 
-def test_the_digits_can_be_made_again(tmp_path):
+def test_the_bundled_digits_can_be_regenerated(tmp_path):
     pytest.importorskip("sklearn", reason="the maker of the bundled digits needs scikit-learn")
     from raydl.data import digits
     from raydl.data.digits.make import main

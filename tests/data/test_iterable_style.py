@@ -42,7 +42,7 @@ def sample(number):
 
 
 class Numbers(torch_data.IterableDataset):
-    """Samples 0, 1, …; each process that reads them gets them all."""
+    """Samples 0, 1, …; each process that reads the set gets all of them."""
 
     def __init__(self, length=LENGTH, *, fails_at=None):
         self.length, self.fails_at = length, fails_at
@@ -58,7 +58,7 @@ class Numbers(torch_data.IterableDataset):
 
 
 class SplitNumbers(Numbers):
-    """Reads its own part, as torch's documentation shows."""
+    """A set whose processes read a part each, as in torch's documentation."""
 
     def __init__(self, length=LENGTH):
         super().__init__(length)
@@ -93,14 +93,14 @@ def opened(stream, *, test=TEST, **settings):
 
 
 def in_workers(train, num_workers):
-    """Return the set as each of some workers has it."""
+    """Return copies of the set, one for each worker."""
     copies = [pickle.loads(pickle.dumps(train)) for _ in range(num_workers)]
     for rank, copy in enumerate(copies):
         copy.take_shard(rank, num_workers, start=0)
     return copies
 
 
-def drawn(train, count):
+def next_numbers(train, count):
     """Return the numbers of the next samples."""
     batch = train.fetch(np.arange(count))
     inputs = batch["x"] if isinstance(batch, dict) else batch[0]
@@ -114,19 +114,19 @@ def drawn(train, count):
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_shards_of_the_workers_hold_each_sample_once(stream, num_workers):
     workers = in_workers(opened(stream).train, num_workers)
-    seen = [drawn(worker, LENGTH // num_workers) for worker in workers]
+    seen = [next_numbers(worker, LENGTH // num_workers) for worker in workers]
     assert sorted(itertools.chain(*seen)) == list(range(LENGTH))
     assert torch_data.get_worker_info() is None
 
 
 def test_a_stream_that_splits_itself_reads_its_part_alone():
     worker = in_workers(opened(SplitNumbers()).train, 4)[1]
-    assert drawn(worker, 6) == [1, 5, 9, 13, 17, 21]
+    assert next_numbers(worker, 6) == [1, 5, 9, 13, 17, 21]
     assert worker._dataset.read[-6:] == [1, 5, 9, 13, 17, 21]
 
 
 class Files(Numbers):
-    """Reads whole files, of which each process has its part."""
+    """A set that reads whole files; each process has a part of them."""
 
     def numbers(self):
         info = torch_data.get_worker_info()
@@ -135,17 +135,15 @@ class Files(Numbers):
             yield from range(file * 12, file * 12 + 12)
 
 
-def test_workers_for_which_a_stream_has_no_part_read_a_share_of_all_of_it():
+def test_workers_without_a_part_of_their_own_read_a_share_of_the_whole_stream():
     first, second, third = in_workers(opened(Files()).train, 3)
-    assert drawn(first, 12) == list(range(12))
-    assert drawn(second, 12) == list(range(12, 24))
-    assert drawn(third, 9) == [2, 5, 8, 11, 14, 17, 20, 23, 2]
+    assert next_numbers(first, 12) == list(range(12))
+    assert next_numbers(second, 12) == list(range(12, 24))
+    assert next_numbers(third, 9) == [2, 5, 8, 11, 14, 17, 20, 23, 2]
 
 
 @pytest.mark.parametrize(("num_shards", "num_parts"), [(2, 3), (3, 1), (1, 4)])
-def test_the_parts_of_all_shards_are_each_there_once_and_every_shard_has_early_ones(
-    num_shards, num_parts
-):
+def test_each_part_is_in_one_shard_and_every_shard_has_early_parts(num_shards, num_parts):
     shards = [iterable_style._Shard(index, num_shards) for index in range(num_shards)]
     parts = [[shard.part(i, num_parts).index for i in range(num_parts)] for shard in shards]
     assert sorted(itertools.chain(*parts)) == list(range(num_shards * num_parts))
@@ -153,7 +151,7 @@ def test_the_parts_of_all_shards_are_each_there_once_and_every_shard_has_early_o
 
 
 class OpenedOnce(Numbers):
-    """Opens its file at the first sample, and cannot be sent then."""
+    """A set that opens its file at the first sample and cannot be pickled afterwards."""
 
     file = None
 
@@ -164,66 +162,66 @@ class OpenedOnce(Numbers):
 
 def test_a_stream_that_opens_its_file_at_the_first_sample_can_be_sent_to_workers():
     (worker,) = in_workers(opened(OpenedOnce()).train, 1)
-    assert drawn(worker, 2) == [0, 1]
+    assert next_numbers(worker, 2) == [0, 1]
 
 
-def test_at_its_end_a_shard_starts_again():
+def test_a_shard_starts_again_at_its_end():
     worker = in_workers(opened(Numbers(5)).train, 2)[1]
-    assert drawn(worker, 5) == [1, 3, 1, 3, 1]
+    assert next_numbers(worker, 5) == [1, 3, 1, 3, 1]
 
 
-def test_each_start_has_the_order_of_its_epoch():
+def test_each_pass_over_a_shard_has_the_order_of_its_epoch():
     worker = in_workers(opened(ShuffledNumbers()).train, 1)[0]
-    orders = [drawn(worker, LENGTH) for _ in range(2)]
+    orders = [next_numbers(worker, LENGTH) for _ in range(2)]
     expected = [np.random.default_rng(epoch).permutation(LENGTH).tolist() for epoch in range(2)]
     assert orders == expected
     worker.take_shard(0, 2, start=7)
-    assert drawn(worker, 3) == np.random.default_rng(7).permutation(LENGTH)[:6:2].tolist()
+    assert next_numbers(worker, 3) == np.random.default_rng(7).permutation(LENGTH)[:6:2].tolist()
 
 
-def test_a_worker_goes_on_in_its_shard_and_starts_a_new_one_at_its_beginning():
+def test_a_worker_continues_its_shard_and_begins_a_new_shard_at_its_start():
     worker = in_workers(opened(Numbers()).train, 2)[0]
-    assert drawn(worker, 3) == [0, 2, 4]
+    assert next_numbers(worker, 3) == [0, 2, 4]
     worker.take_shard(0, 2, start=5)
-    assert drawn(worker, 2) == [6, 8]
+    assert next_numbers(worker, 2) == [6, 8]
     worker.take_shard(1, 3, start=1)
-    assert drawn(worker, 2) == [1, 4]
+    assert next_numbers(worker, 2) == [1, 4]
 
 
-def test_the_samples_that_the_driver_tries_are_trained():
+def test_samples_that_the_driver_reads_for_its_checks_are_trained_too():
     train = opened(Numbers()).train
-    assert drawn(train, 2) == [1, 2]
+    assert next_numbers(train, 2) == [1, 2]
     train.take_shard(0, 1, start=0)
-    assert drawn(train, 2) == [0, 1]
+    assert next_numbers(train, 2) == [0, 1]
 
 
 def doubled(samples):
     return torch.stack([2 * x for x, _ in samples]), torch.stack([y for _, y in samples])
 
 
-def test_a_loader_gives_its_collate_fn():
+def test_the_collate_fn_of_a_dataloader_is_used():
     train = opened(torch_data.DataLoader(Numbers(), collate_fn=doubled)).train
     assert train.fetch(np.arange(2))[0].tolist() == [[2, 2], [4, 2]]
 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*not available, or .*:UserWarning")
-def test_a_loaders_processes_share_a_shard_and_start_it_again():
+def test_the_processes_of_a_dataloader_share_a_shard_and_restart_it():
     train = opened(torch_data.DataLoader(ShuffledNumbers(64), num_workers=2)).train
     worker = in_workers(train, 2)[1]
     for epoch in range(2):
         order = np.random.default_rng(epoch).permutation(64).reshape(-1, 4)  # a column per process
-        assert sorted(drawn(worker, 32)) == sorted(order[:, 1::2].flatten().tolist())
+        assert sorted(next_numbers(worker, 32)) == sorted(order[:, 1::2].flatten().tolist())
     worker._loader = None  # ends its processes
 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*not available, or .*:UserWarning")
-def test_an_error_in_a_loading_process_is_one_sentence():
+def test_an_error_in_a_loading_process_is_reported_in_one_sentence():
     train = opened(torch_data.DataLoader(Numbers(64, fails_at=40), num_workers=1)).train
     (worker,) = in_workers(train, 1)
     with pytest.raises(DataError, match="failed after 40 samples: ConnectionError: no answer") as e:
-        drawn(worker, 64)
+        next_numbers(worker, 64)
     assert isinstance(e.value.__cause__, ConnectionError)
 
 
@@ -238,12 +236,12 @@ def test_a_hugging_face_stream_is_split_and_shuffled_by_the_library(tmp_path):
     test = list(stream.with_format("torch").take(3))
     for num_workers in (1, 2, 3):
         workers = in_workers(opened(stream, test=test).train, num_workers)
-        seen = [drawn(worker, LENGTH // num_workers) for worker in workers]
+        seen = [next_numbers(worker, LENGTH // num_workers) for worker in workers]
         assert sorted(itertools.chain(*seen)) == list(range(LENGTH))
     train = opened(stream.shuffle(seed=0, buffer_size=8), test=test).train
     assert train.fetch(np.arange(3))["y"].shape == (3, 2)
     (worker,) = in_workers(train, 1)
-    first, second = drawn(worker, LENGTH), drawn(worker, LENGTH)
+    first, second = next_numbers(worker, LENGTH), next_numbers(worker, LENGTH)
     assert sorted(first) == sorted(second) == list(range(LENGTH))
     assert first != second
 
@@ -266,7 +264,7 @@ def test_an_epoch_counts_its_samples_once_while_workers_read_their_shards():
     train = from_iterable({"train": Numbers(), "test": TEST}, config).train
     task = ModelAndLoss(lambda: torch.nn.Linear(2, 1), loss)
     ensemble = Ensemble(config, num_workers=2, images=train, task=task)
-    for worker in ensemble.workers:  # each process has its own set
+    for worker in ensemble.workers:  # each process has its own copy of the set
         worker._feed = type(worker._feed)(
             type(ensemble.batches)(pickle.loads(pickle.dumps(train)), ensemble.batches.prepare),
             ensemble.job.order, device=torch.device("cpu"), time_parts=worker.parts,
@@ -293,7 +291,7 @@ def trainer_of(data, folder, *, samples_per_epoch=LENGTH, **training):
     )
 
 
-def test_a_run_learns_from_a_stream_and_says_what_it_promises(tmp_path, capsys):
+def test_a_run_learns_from_a_stream_and_logs_what_an_epoch_means(tmp_path, capsys):
     trainer = trainer_of({"train": Numbers(), "test": TEST}, tmp_path / "run", epochs=40)
     result = trainer.fit()
     assert trainer.config.data == "Numbers"
@@ -313,7 +311,7 @@ def test_a_stream_with_a_length_needs_no_number_of_samples(tmp_path):
         opened(Counted(0), samples_per_epoch=None)
 
 
-def test_a_resumed_run_goes_on_counting_with_the_same_number_of_samples(tmp_path):
+def test_a_resumed_run_requires_the_same_number_of_samples_per_epoch(tmp_path):
     data = {"train": Numbers(), "test": TEST}
     trainer_of(data, tmp_path / "run", epochs=2).fit()
     more = trainer_of(data, tmp_path / "run", epochs=3)
@@ -330,7 +328,7 @@ def test_a_resumed_run_goes_on_counting_with_the_same_number_of_samples(tmp_path
 
 
 class Once(Numbers):
-    """Gives its samples once: its __iter__ does not begin anew."""
+    """A set whose __iter__ continues instead of starting again."""
 
     def __init__(self):
         super().__init__()
@@ -348,14 +346,14 @@ def test_a_stream_that_ends_or_fails_is_refused_in_one_sentence():
         opened(Numbers(fails_at=0))
     (worker,) = in_workers(opened(Numbers(fails_at=5)).train, 1)
     with pytest.raises(DataError, match="after 5 samples: ConnectionError: no answer for 5") as e:
-        drawn(worker, 9)
+        next_numbers(worker, 9)
     assert isinstance(e.value.__cause__, ConnectionError)
     worker = in_workers(opened(Numbers(2)).train, 3)[2]
     with pytest.raises(DataError, match="Numbers: has fewer samples than the 3 workers"):
-        drawn(worker, 1)
+        next_numbers(worker, 1)
     once = opened(Once()).train
     with pytest.raises(DataError, match=r"gave no sample when it was started again after 24; each"):
-        drawn(once, 30)
+        next_numbers(once, 30)
 
 
 def test_the_driver_does_not_wait_forever_for_the_first_sample(monkeypatch):
@@ -375,8 +373,10 @@ def test_the_driver_does_not_wait_forever_for_the_first_sample(monkeypatch):
 def test_the_time_between_two_samples_does_not_count_as_waiting(monkeypatch):
     monkeypatch.setattr(iterable_style, "_FIRST_S", 10.0)
     train, now = opened(Numbers()).train, time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 3600.0)  # a model was built meanwhile
-    assert len(drawn(train, 2)) == 2
+    monkeypatch.setattr(
+        time, "monotonic", lambda: now + 3600.0
+    )  # as if building the model took an hour
+    assert len(next_numbers(train, 2)) == 2
 
 
 class Words(Numbers):
@@ -400,13 +400,13 @@ class Words(Numbers):
         ),
     ],
 )
-def test_a_mistake_in_the_data_is_one_sentence(tmp_path, data, sentence):
+def test_a_mistake_in_the_data_is_reported_in_one_sentence(tmp_path, data, sentence):
     with pytest.raises(DataError, match=sentence) as error:
         trainer_of(data, tmp_path / "run").fit()
     assert "\n" not in str(error.value)
 
 
-def test_settings_that_a_stream_cannot_keep_are_refused(tmp_path):
+def test_settings_that_do_not_fit_a_stream_are_refused(tmp_path):
     data = {"train": Numbers(), "test": TEST}
     with pytest.raises(ConfigError, match=r"input\.samples_per_epoch must be set for Numbers"):
         trainer_of(data, tmp_path, samples_per_epoch=None).fit()
@@ -420,7 +420,7 @@ def test_settings_that_a_stream_cannot_keep_are_refused(tmp_path):
         InputConfig(samples_per_epoch=0)
 
 
-def test_what_is_an_iterable_set():
+def test_iterable_data_sets_are_recognized():
     assert is_iterable(Numbers())
     assert is_iterable(torch_data.DataLoader(Numbers()))
     assert not any(map(is_iterable, ["digits", TEST, iter(TEST), {"train": Numbers()}, 5]))
@@ -439,7 +439,7 @@ class Point(typing.NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
 
-class Points(IterableDataset):  # of the script itself, which no worker can import
+class Points(IterableDataset):  # in the script itself, which no worker can import
     def __iter__(self):
         for number in range(60):
             x = torch.tensor([float(number % 7), float(number % 5)])

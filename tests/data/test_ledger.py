@@ -15,7 +15,7 @@ from raydl.data.ledger import Ledger, num_done_by, share_round, split_evenly
 
 
 def positions_in(state):
-    """Return what is free in each open epoch, and how much of it is done."""
+    """Return the free positions by (open epoch, number of completed positions)."""
     return {
         (epoch, num_done): [p for start, stop in spans for p in range(start, stop)]
         for epoch, num_done, spans in state["open"]
@@ -26,7 +26,7 @@ def test_claims_run_along_the_epoch_and_stop_at_its_end():
     ledger = Ledger(10)
     assert ledger.claim("w0", 6) == (0, [(0, 6)])
     assert ledger.claim("w1", 6) == (0, [(6, 10)])
-    assert ledger.claim("w0", 1) == (1, [(0, 1)])  # nobody waits for the last samples
+    assert ledger.claim("w0", 1) == (1, [(0, 1)])  # without waiting for the last samples
     ledger.complete("w1")
     assert ledger.epoch == 0
     ledger.complete("w0")
@@ -82,7 +82,7 @@ def test_a_round_has_the_fewest_steps_that_hold_its_samples(remaining, num_steps
     assert sum(share.counts) == min(remaining, 120)
 
 
-def test_parts_differ_by_one_at_most():
+def test_an_even_split_has_parts_that_differ_by_one_at_most():
     assert split_evenly(7, 3) == [3, 2, 2]
     assert split_evenly(0, 2) == [0, 0]
 
@@ -231,7 +231,7 @@ def test_a_share_holds_its_samples_in_its_steps(remaining, max_steps, batch_size
     losses=st.lists(st.integers(0, 4), max_size=5),
 )
 def test_an_epoch_completes_every_position_once(num_samples, max_steps, batch_size, losses):
-    """Rounds in which one worker is lost give its share back to later rounds."""
+    """If a round loses a worker, later rounds complete its share."""
     ledger, seen = Ledger(num_samples), []
     lost = list(losses)
     while ledger.epoch == 0:
@@ -253,8 +253,8 @@ WORKERS = ["w0", "w1", "w2", "w3"]
 class WorkersComeAndGo(RuleBasedStateMachine):
     """Any order of claims, exchanges, losses, saves and restores.
 
-    The test keeps its own books, position by position: it counts how often each was completed,
-    and who has it now.
+    The test keeps its own record of each position: the number of times that it was completed,
+    and the worker that has claimed it.
     """
 
     workers = st.sampled_from(WORKERS)
@@ -286,7 +286,7 @@ class WorkersComeAndGo(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def complete(self, worker):
-        mine = [position for position, who in self.held.items() if who == worker]
+        mine = [position for position, worker_id in self.held.items() if worker_id == worker]
         assert self.ledger.complete(worker) == len(mine)
         for position in mine:
             del self.held[position]
@@ -294,32 +294,32 @@ class WorkersComeAndGo(RuleBasedStateMachine):
 
     @rule(worker=workers, keep=st.integers(0, 8))
     def give_back(self, worker, keep):
-        mine = [position for position, who in self.held.items() if who == worker]
+        mine = [position for position, worker_id in self.held.items() if worker_id == worker]
         reserved = self.ledger.reserved_by(worker)
         assert self.ledger.give_back(worker, keep=keep) == len(mine[keep:])
         self._forget(mine[keep:])
         kept = [(e, i) for e, span in self.ledger.claims_of(worker) for i in range(*span)]
-        assert kept == mine[:keep], "the first ones that it claimed"
+        assert kept == mine[:keep], "its first claims"
         assert self.ledger.reserved_by(worker) == reserved
 
     @rule(keep=st.sets(workers), members=st.none() | st.sets(workers))
     def regroup(self, keep, members=None):
-        gone = [position for position, who in self.held.items() if who not in keep]
+        released = [position for position, worker_id in self.held.items() if worker_id not in keep]
         before = {worker: self.ledger.reserved_by(worker) for worker in WORKERS}
-        assert self.ledger.release(keep=keep, members=members) == len(gone)
-        self._forget(gone)
-        going_on = keep if members is None else members
+        assert self.ledger.release(keep=keep, members=members) == len(released)
+        self._forget(released)
+        remaining = keep if members is None else members
         for worker, reserved in before.items():
-            assert self.ledger.reserved_by(worker) == (reserved if worker in going_on else [])
+            assert self.ledger.reserved_by(worker) == (reserved if worker in remaining else [])
 
     @rule()
-    def what_is_told_is_the_same_in_fewer_spans(self):
-        told = json.loads(json.dumps(self.ledger.compact_state()))
+    def compact_state_is_equivalent_in_fewer_spans(self):
+        compact = json.loads(json.dumps(self.ledger.compact_state()))
         saved = Ledger.from_state_dict(self.ledger.state_dict(), cuts=self.cuts).state_dict()
-        again = Ledger.from_state_dict(told, cuts=self.cuts).state_dict()
+        again = Ledger.from_state_dict(compact, cuts=self.cuts).state_dict()
         assert positions_in(again) == positions_in(saved)
         assert {**again, "open": []} == {**saved, "open": []}
-        for _, _, spans in told["open"]:
+        for _, _, spans in compact["open"]:
             assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(spans))
 
     @rule(with_claims=st.booleans())
@@ -358,7 +358,7 @@ class WorkersComeAndGo(RuleBasedStateMachine):
         assert self.ledger.epoch == epoch
 
     def teardown(self):
-        """Whatever happened, one worker alone brings the epoch to its end."""
+        """A single worker completes the epoch, whatever happened before."""
         if not hasattr(self, "ledger"):
             return
         self.regroup(set())

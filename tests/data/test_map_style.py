@@ -1,4 +1,4 @@
-"""A torch Dataset as training data: each sample once in an epoch, read by number."""
+"""A torch Dataset as training data: its samples are read by number, each once in an epoch."""
 
 import collections
 import errno
@@ -35,7 +35,7 @@ LENGTH = 50
 
 
 class Points(torch_data.Dataset):
-    """Points of a line; notes which were read."""
+    """Points of a line; records the numbers of the points that were read."""
 
     def __init__(self, length=LENGTH, bad=()):
         self.length, self.bad, self.read = length, bad, []
@@ -52,7 +52,7 @@ class Points(torch_data.Dataset):
 
 
 class Pictures(torch_data.Dataset):
-    """Light and dark pictures, as those of torchvision."""
+    """Light and dark pictures, like a data set of torchvision."""
 
     classes = ("dark", "light")
 
@@ -66,7 +66,7 @@ class Pictures(torch_data.Dataset):
 
 
 class Rows(torch_data.Dataset):
-    """Rows by column, with a length of their own each."""
+    """Rows of columns, with tokens of different lengths."""
 
     def __len__(self):
         return LENGTH
@@ -96,7 +96,7 @@ def test_a_tenth_is_the_test_set_and_every_sample_is_in_one_part():
     assert data.train.shape.input_shape == (2,)
 
 
-def test_the_parts_may_be_given():
+def test_the_test_set_may_be_given():
     data = opened({"train": Points(30), "test": Points(20)})
     assert (data.train.num_samples, data.test.num_samples) == (30, 20)
     inputs, targets = data.train.fetch(np.array([3, 29, 0]))
@@ -125,13 +125,13 @@ def test_a_worker_reads_the_batches_of_its_next_rounds_while_a_step_computes():
     batch = feed.batch(0, positions)
     assert torch.equal(batch[1], train.fetch(order.rows(0, positions))[1])
     deadline = time.monotonic() + 60
-    while len(points.read) < 4 + 4 * 5:  # this batch, once more by the test, and four
+    while len(points.read) < 4 + 4 * 5:  # this batch, the same read by the test, and four more
         assert time.monotonic() < deadline, "the next batches are not read"
         time.sleep(0.01)
 
 
-class NotesThreads(Points):
-    """Notes which thread reads each sample."""
+class RecordsThreads(Points):
+    """Records which thread reads each sample."""
 
     def __init__(self, length):
         super().__init__(length)
@@ -142,8 +142,8 @@ class NotesThreads(Points):
         return super().__getitem__(number)
 
 
-def test_one_thread_reads_all_samples_of_a_worker_also_where_epochs_meet():
-    sets = [NotesThreads(22) for _ in range(3)]
+def test_one_thread_reads_all_samples_of_a_worker_across_epochs():
+    sets = [RecordsThreads(22) for _ in range(3)]
     trains = [opened({"train": each, "test": Points()}, batch_size=2).train for each in sets]
     feeds, order = list(map(feed_of, trains)), trains[0].order(0)
     ledger = Ledger(order.num_samples, cuts=order.cuts)
@@ -166,7 +166,7 @@ def test_one_thread_reads_all_samples_of_a_worker_also_where_epochs_meet():
     assert set(trained) == set(range(22))
 
 
-def test_no_batch_is_read_once_the_feed_has_stopped():
+def test_a_stopped_feed_reads_no_batch():
     points = Points(64)
     train = opened({"train": points, "test": Points()}, batch_size=4).train
     feed = feed_of(train)
@@ -179,7 +179,7 @@ def test_no_batch_is_read_once_the_feed_has_stopped():
     assert len(feed.batch(0, np.arange(4))[1]) == 4
 
 
-def test_the_classes_of_a_set_are_known_also_of_a_part_of_it():
+def test_the_classes_of_a_set_are_also_those_of_its_subset():
     shape = opened(Pictures()).train.shape
     assert (shape.input_shape, shape.class_names) == ((1, 4, 4), ("dark", "light"))
     assert opened(torch_data.Subset(Pictures(), range(9))).train.shape.num_classes == 2
@@ -190,9 +190,9 @@ def test_the_classes_of_a_set_are_known_also_of_a_part_of_it():
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 @pytest.mark.filterwarnings("ignore:.*not available, or .*:UserWarning")
-def test_a_loader_gives_its_collate_fn_and_its_processes(num_workers):
+def test_the_collate_fn_and_the_number_of_processes_of_a_dataloader_are_used(num_workers):
     loader = torch_data.DataLoader(Rows(), collate_fn=padded, num_workers=num_workers, shuffle=True)
-    train = pickle.loads(pickle.dumps(opened(loader).train))  # as another process gets it
+    train = pickle.loads(pickle.dumps(opened(loader).train))  # as in another process
     batch = train.fetch(np.array([0, 1, 2, 3]))
     assert batch["tokens"].shape == (4, 4)
     assert train.shape.columns.keys() == {"tokens", "label"}
@@ -202,12 +202,12 @@ def test_a_loader_gives_its_collate_fn_and_its_processes(num_workers):
 
 
 class Drawn(Points):
-    """Gives the file that its process has opened, and a random number."""
+    """A set whose samples are the file of the loading process and a random number."""
 
     file = 0.0
 
     def __getitem__(self, number):
-        time.sleep(0.05)  # the other process reads meanwhile
+        time.sleep(0.05)  # the other process reads in the meantime
         return torch.tensor(self.file), torch.rand(1)[0]
 
 
@@ -216,11 +216,11 @@ def open_file(number):
 
 
 @pytest.mark.processes
-def test_each_loading_process_is_initialized_and_draws_numbers_of_its_own():
+def test_each_loading_process_is_initialized_and_has_its_own_random_numbers():
     loader = torch_data.DataLoader(Drawn(), num_workers=2, worker_init_fn=open_file)
     train = pickle.loads(pickle.dumps(opened({"train": loader, "test": Drawn()}).train))
     files, numbers, deadline = set(), [], time.monotonic() + 60
-    while len(files) < 2:  # the first process may read all until the second has started
+    while len(files) < 2:  # the first process may read all samples before the second starts
         assert time.monotonic() < deadline, files
         batch = train.fetch(np.arange(4))
         files.update(batch[0].tolist())
@@ -242,7 +242,7 @@ from test_map_style import Points
 
 if __name__ == "__main__":
     data = from_map_style(DataLoader(Points(), num_workers=2), TrainConfig())
-    train = pickle.loads(pickle.dumps(data.train))  # as a worker gets it
+    train = pickle.loads(pickle.dumps(data.train))  # as in a worker
     train.fetch(np.arange(8))
     print(*train._pool._processes, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -252,7 +252,7 @@ if __name__ == "__main__":
     done = subprocess.run(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=100, check=False
     )
-    pids = [int(word) for word in done.stdout.split()]
+    pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 60
     while left := [pid for pid in pids if command_of(pid) != [""]]:
@@ -260,7 +260,7 @@ if __name__ == "__main__":
         time.sleep(0.05)
 
 
-def test_samples_that_cannot_be_read_end_the_run_or_are_left_out():
+def test_samples_that_cannot_be_read_are_an_error_or_skipped():
     data = {"train": Points(10, bad=(4, 6)), "test": Points(10)}
     with pytest.raises(DataError, match="Points: sample 4 cannot be read: OSError: no file 4"):
         opened(data).train.fetch(np.arange(10))
@@ -271,7 +271,7 @@ def test_samples_that_cannot_be_read_end_the_run_or_are_left_out():
 
 
 class OpenedOnce(Points):
-    """Opens its file at the first sample, and cannot be sent then."""
+    """A set that opens its file at the first sample and cannot be pickled afterwards."""
 
     file = None
 
@@ -296,7 +296,7 @@ def test_a_set_that_opens_its_file_at_the_first_sample_can_be_sent_to_workers(da
 
 
 class OnABadDisk(Points):
-    """Some samples lie on a disk that fails."""
+    """A set with some samples on a failing disk."""
 
     def __getitem__(self, number):
         if number in self.bad:
@@ -304,7 +304,7 @@ class OnABadDisk(Points):
         return super().__getitem__(number)
 
 
-def test_a_failure_of_the_machine_is_known_as_one():
+def test_a_failure_of_the_machine_is_recognized():
     data = {"train": OnABadDisk(10, bad=(4, 6)), "test": Points(10)}
     with pytest.raises(DataError) as error:
         opened(data).train.fetch(np.arange(10))
@@ -320,7 +320,7 @@ def test_a_worker_whose_machine_fails_at_every_sample_skips_none():
     assert len(train.fetch_readable(np.arange(3, 7))[2]) == 3
     with pytest.raises(DataError, match="sample 4 cannot be read"):
         train.fetch_readable(np.arange(4, 7))
-    data["train"] = Points(10, bad=(4, 5, 6))  # which no other machine could read
+    data["train"] = Points(10, bad=(4, 5, 6))  # no other machine can read these
     train = opened(data, on_bad_sample="skip").train
     assert len(train.fetch_readable(np.arange(4, 7))[2]) == 3
 
@@ -355,7 +355,7 @@ class Texts(Points):
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(data, sentence):
+def test_a_mistake_in_the_data_is_reported_in_one_sentence(data, sentence):
     with pytest.raises(DataError, match=sentence) as error:
         opened(data)
     assert "\n" not in str(error.value)
@@ -375,7 +375,7 @@ def test_a_hugging_face_dataset_gives_tensors_by_column():
         opened(datasets.Dataset.from_dict(rows))
 
 
-def test_what_is_a_map_style_set():
+def test_map_style_data_sets_are_recognized():
     class Stream(torch_data.IterableDataset):
         def __iter__(self):
             return iter(())
@@ -420,7 +420,7 @@ def test_a_run_learns_from_pictures_and_trains_on_each_once_an_epoch(tmp_path):
     result = trainer_of(data, tmp_path / "run", epochs=20).fit()
     assert result.metrics["samples"] == 20 * LENGTH
     assert min(Counted.read.values()) >= 20
-    # The batches of an epoch's end differ in size, so the four that were read ahead may be in vain.
+    # Batches at the end of an epoch differ in size: four that were read ahead may be discarded.
     trials, in_vain = 12, 20 * 4 * 6
     assert sum(Counted.read.values()) <= 20 * LENGTH + trials + in_vain
     assert result.metrics["center_loss"] < 0.3
@@ -438,7 +438,7 @@ def test_a_named_model_trains_on_the_classes_of_a_set(tmp_path):
     assert trainer.fit().metrics["center_accuracy"] == 1.0
 
 
-def test_something_else_is_refused_with_what_is_possible(tmp_path):
+def test_the_error_for_other_objects_lists_the_supported_kinds(tmp_path):
     with pytest.raises(DataError, match="a torch Dataset, a DataLoader of one") as error:
         trainer_of(5, tmp_path).fit()
     assert "got a int" in str(error.value)
@@ -450,7 +450,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 import raydl
 
-class Points(Dataset):  # of the script itself, which no worker can import
+class Points(Dataset):  # in the script itself, which no worker can import
     def __len__(self):
         return 60
 
@@ -468,7 +468,7 @@ if __name__ == "__main__":
         training=raydl.TrainingConfig(epochs=40, batch_size=6),
         run=raydl.RunConfig(run_dir=sys.argv[1], progress="none"),
     ).fit()
-    with open(sys.argv[2], "w") as file:  # Ray writes to the standard output, too
+    with open(sys.argv[2], "w") as file:  # Ray also writes to the standard output
         print(result.metrics["samples"], result.metrics["center_loss"], file=file)
 """
 

@@ -1,4 +1,4 @@
-"""Folders of datasets.save_to_disk are read as what the library reads from them."""
+"""Folders of datasets.save_to_disk are read as the library reads them."""
 
 import json
 import pickle
@@ -81,7 +81,7 @@ def test_each_position_of_an_epoch_is_another_row(tmp_path):
     rows = order.rows(1, np.arange(order.num_samples))
     seen = [*data.train.fetch(rows)["y"].tolist(), *data.test.fetch(np.arange(4))["y"].tolist()]
     assert sorted(seen) == list(range(50))
-    again = pickle.loads(pickle.dumps(data.train))  # as a worker gets it
+    again = pickle.loads(pickle.dumps(data.train))  # as in a worker
     assert torch.equal(again.fetch(rows)["y"], data.train.fetch(rows)["y"])
 
 
@@ -148,7 +148,7 @@ def two_pictures():
         ({"x": []}, {}, "", "holds no rows"),
     ],
 )  # fmt: skip
-def test_columns_that_are_not_clear_are_named_in_one_sentence(
+def test_ambiguous_columns_are_reported_in_one_sentence(
     tmp_path, columns, features, wanted, sentence
 ):
     source = save(tmp_path / "set", columns, {"image": {"_type": "Image"}, **features})
@@ -191,13 +191,13 @@ def test_a_damaged_folder_is_refused_in_one_sentence(tmp_path, what, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_splits_without_train_are_named(tmp_path):
+def test_the_error_for_splits_without_train_lists_them(tmp_path):
     source = save_splits(tmp_path / "set", "test", "dev")
     with pytest.raises(DataError, match="must have a split train, got test, dev; give the folder"):
         load(source)
 
 
-def test_a_file_on_another_file_system_holds_the_same(tmp_path):
+def test_a_set_on_another_file_system_is_read_alike(tmp_path):
     save_pictures(tmp_path / "set", num_files=2)
     here = open_saved(Place(fs.LocalFileSystem(), str(tmp_path / "set"), "set"))
     base = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
@@ -221,9 +221,9 @@ def test_a_saved_set_is_described_and_converted_to_the_same_pictures(tmp_path):
 
 def test_the_command_trains_on_a_saved_set(tmp_path):
     source = save_splits(tmp_path / "set", "train", "test")
-    words = ["train", "--data", source, "--model", "mlp", "--workers", "0", "--epochs", "3"]
-    words += ["--batch-size", "4", "--run-dir", str(tmp_path / "run"), "--run.progress", "none"]
-    assert cli.main(words) == 0
+    arguments = ["train", "--data", source, "--model", "mlp", "--workers", "0", "--epochs", "3"]
+    arguments += ["--batch-size", "4", "--run-dir", str(tmp_path / "run"), "--run.progress", "none"]
+    assert cli.main(arguments) == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["samples"] == 3 * 12
 
 
@@ -249,14 +249,14 @@ table.save_to_disk(f"{folder}/table", num_shards=3)
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Folders that the library wrote, in a process of its own: it changes what Arrow knows."""
+    """Folders that the library wrote in another process, since it registers types with Arrow."""
     folder = tmp_path_factory.mktemp("real")
     subprocess.run([sys.executable, "-c", REAL, str(folder)], check=True, capture_output=True)
     return folder
 
 
 def read_both(real):
-    """Return (parts of the pictures, rows of the table) as raydl reads them, by how it reads."""
+    """Return (parts of the pictures, rows of the table) for each way in which raydl reads them."""
     found = []
     for input in (ALWAYS, NEVER):
         data = load(str(real / "pictures"), input=input)
@@ -271,14 +271,14 @@ def read_both(real):
 
 
 @pytest.mark.processes  # its import takes seconds
-def test_what_the_library_has_saved_is_read_as_the_library_reads_it(real):
+def test_folders_of_the_library_are_read_as_the_library_reads_them(real):
     before = read_both(real)
     import datasets
 
     saved = datasets.load_from_disk(str(real / "pictures")).with_format("torch")
     table = datasets.load_from_disk(str(real / "table"))
     by_y = {int(row["y"]): row["grid"] for row in table}
-    for parts, rows in (*before, *read_both(real)):  # also where the library is imported
+    for parts, rows in (*before, *read_both(real)):  # also in a process that imports the library
         for name, (images, labels) in parts.items():
             assert torch.equal(images, saved[name]["image"][:])
             assert torch.equal(labels, saved[name]["label"][:])

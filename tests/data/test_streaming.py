@@ -1,4 +1,4 @@
-"""Parquet that is read as it is needed: each row once, bounded memory, bad rows by name."""
+"""Streamed Parquet: each row is read once, memory is bounded, and errors name bad rows."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def write_pictures(path, cells, labels, *, rows_per_group=5, names=("0", "1", "2
 
 @pytest.fixture
 def folder(tmp_path):
-    """23 training pictures in row groups of 5, 7 of a test."""
+    """23 training pictures in row groups of 5, and 7 test pictures."""
     labels = np.arange(23) % 3
     write_pictures(tmp_path / "train-0.parquet", [encoded(p) for p in pictures(23)], labels)
     test = [encoded(p) for p in pictures(7, seed=1)]
@@ -95,11 +95,11 @@ def test_threads_decode_large_pictures_and_the_caller_decodes_small_ones(
         write_pictures(tmp_path / f"{part}-0.parquet", cells, np.arange(6) % 3)
     train, threads = load(str(tmp_path), input=STREAMED).train, []
 
-    def noted(*words, **more):
+    def decode_and_note(*arguments, **more):
         threads.append(threading.current_thread().name)
-        return decode_one(*words, **more)
+        return decode_one(*arguments, **more)
 
-    monkeypatch.setattr("raydl.data.streaming.decode_one", noted)
+    monkeypatch.setattr("raydl.data.streaming.decode_one", decode_and_note)
     train.fetch(np.arange(6))
     assert len(threads) == 6
     assert all(thread.startswith(by) for thread in threads)
@@ -118,7 +118,7 @@ def test_a_set_is_streamed_when_it_would_take_more_memory_than_allowed(folder):
         assert load(str(folder), input=config).train.is_streamed == is_streamed
 
 
-def test_without_a_test_part_a_tenth_of_the_row_groups_becomes_one(tmp_path):
+def test_without_a_test_part_a_tenth_of_the_row_groups_becomes_the_test_set(tmp_path):
     cells = [encoded(p) for p in pictures(100)]
     write_pictures(tmp_path / "all.parquet", cells, np.arange(100) % 3)
     data = load(str(tmp_path), input=STREAMED)
@@ -127,7 +127,7 @@ def test_without_a_test_part_a_tenth_of_the_row_groups_becomes_one(tmp_path):
     assert sorted(seen.flatten(1).tolist()) == sorted(pictures(100).reshape(100, -1).tolist())
 
 
-def test_classes_without_names_are_counted_in_the_column_of_labels_alone(tmp_path):
+def test_classes_without_names_are_counted_from_the_labels_alone(tmp_path):
     cells = [encoded(p) for p in pictures(12)]
     write_pictures(tmp_path / "train-0.parquet", cells, [0, 4] * 6, names=None)
     assert load(str(tmp_path), input=STREAMED).train.shape.num_classes == 5
@@ -136,7 +136,7 @@ def test_classes_without_names_are_counted_in_the_column_of_labels_alone(tmp_pat
 # the order
 
 
-def test_every_row_has_one_place_in_an_epoch_and_another_in_the_next():
+def test_every_row_has_one_position_per_epoch_and_another_in_the_next_epoch():
     order = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
     epochs = [order.rows(e, np.arange(23)).tolist() for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(23))
@@ -170,8 +170,8 @@ def test_blocks_hold_the_requested_samples_or_one_row_group(block_samples):
 # reading
 
 
-class Counted:
-    """Row groups of some rows that count how often each is read, and may wait."""
+class CountedGroups:
+    """Row groups of given sizes that record their reads, and can delay or fail them."""
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -191,11 +191,11 @@ class Counted:
         return f"row group {number}"
 
     def select(self, numbers):
-        raise AssertionError("nobody splits this")
+        raise AssertionError("nothing splits these row groups")
 
 
 def test_a_row_group_is_read_once_while_prefetched_and_then_dropped():
-    groups = Counted([4] * 6)
+    groups = CountedGroups([4] * 6)
     cache = GroupCache(groups, lambda table, number: number)
     cache.prefetch(np.arange(8))
     assert [cache.get(n) for n in (0, 1, 0, 1)] == [0, 1, 0, 1]
@@ -206,11 +206,11 @@ def test_a_row_group_is_read_once_while_prefetched_and_then_dropped():
 
 
 def test_a_row_group_that_could_not_be_read_is_read_again_in_the_next_round():
-    groups = Counted([2] * 5)
+    groups = CountedGroups([2] * 5)
     groups.fails = True
     cache = GroupCache(groups, lambda table, number: number)
     cache.prefetch(np.arange(2))
-    for _ in range(2):  # both samples of the group, in one reading
+    for _ in range(2):  # both samples of the group, which is read once
         with pytest.raises(DataError):
             cache.get(0)
     assert groups.reads == [0]
@@ -220,14 +220,14 @@ def test_a_row_group_that_could_not_be_read_is_read_again_in_the_next_round():
 
 
 def test_few_row_groups_that_were_not_prefetched_are_cached():
-    cache = GroupCache(Counted([1] * 50), lambda table, number: number)
+    cache = GroupCache(CountedGroups([1] * 50), lambda table, number: number)
     for number in range(50):
         assert cache.get(number) == number
     assert len(cache._cached) <= 3
 
 
 def test_memory_is_bounded_by_the_blocks_that_a_worker_reserves():
-    groups = Counted([10] * 40)
+    groups = CountedGroups([10] * 40)
     order = InBlocks(groups.sizes, 0, block_samples=20)
     ledger, cache = Ledger(400, cuts=order.cuts), GroupCache(groups, lambda table, number: number)
     most = 0
@@ -238,11 +238,11 @@ def test_memory_is_bounded_by_the_blocks_that_a_worker_reserves():
         cache.prefetch(np.concatenate(rows))
         most = max(most, len(cache._cached))
         ledger.complete("w0")
-    assert most <= 6  # the block that ends, the one it goes on with, the next: two groups each
+    assert most <= 6  # the last, the current and the next block: two groups each
 
 
 def test_a_worker_reads_its_own_row_groups_and_not_those_of_the_others():
-    groups = Counted([10] * 40)
+    groups = CountedGroups([10] * 40)
     order = InBlocks(groups.sizes, 0, block_samples=20)
     ledger = Ledger(400, cuts=order.cuts)
     caches = {w: GroupCache(groups, lambda table, number: number) for w in ("w0", "w1", "w2")}
@@ -256,7 +256,7 @@ def test_a_worker_reads_its_own_row_groups_and_not_those_of_the_others():
                 cache.get(number)
             ledger.complete(worker_id)
     assert set(groups.reads) == set(range(40))
-    assert len(groups.reads) < 2 * 40  # near its end, and at the start of the next, they share
+    assert len(groups.reads) < 2 * 40  # workers share groups between two epochs
 
 
 # the feed
@@ -279,15 +279,15 @@ def test_batches_of_this_round_and_the_next_are_fetched_ahead(folder):
         assert torch.equal(got[0], data.train.fetch(order.rows(0, positions))[0])
 
 
-def test_each_batch_is_fetched_once_round_after_round(folder):
+def test_each_batch_is_fetched_once_over_several_rounds(folder):
     data, fetched = load(str(folder), input=STREAMED).train, []
     fetch = data.fetch_readable
 
-    def noted(rows):
+    def fetch_and_note(rows):
         fetched.append(tuple(rows.tolist()))
         return fetch(rows)
 
-    data.fetch_readable = noted
+    data.fetch_readable = fetch_and_note
     train(Dataset(data, data, ""), num_workers=1)
     assert len(fetched) == len(set(fetched))
     order = data.order(0)
@@ -295,10 +295,10 @@ def test_each_batch_is_fetched_once_round_after_round(folder):
     beyond = Counter(row for batch in fetched for row in batch)
     beyond.subtract(needed)
     assert min(beyond.values()) == 0
-    assert beyond.total() <= 4 * 3  # the first batches of an epoch that does not begin
+    assert beyond.total() <= 4 * 3  # the first batches of an epoch that never begins
 
 
-def test_batches_that_other_workers_claimed_are_no_longer_fetched(folder):
+def test_batches_that_other_workers_have_claimed_are_not_fetched(folder):
     data, fetched, may_fetch = load(str(folder), input=STREAMED).train, [], threading.Event()
     fetch = data.fetch_readable
 
@@ -316,15 +316,17 @@ def test_batches_that_other_workers_claimed_are_no_longer_fetched(folder):
         time_parts=TimeParts(),
     )
     feed.prefetch([(0, np.arange(0, 4))], [(0, (4, 16))])
-    feed.prefetch([(0, np.arange(0, 4))], [(0, (16, 20))])  # the rest went to somebody else
+    feed.prefetch([(0, np.arange(0, 4))], [(0, (16, 20))])  # other workers got the rest
     may_fetch.set()
     for positions in (np.arange(0, 4), np.arange(16, 20)):
         feed.batch(0, positions)
     assert fetched == [order.rows(0, np.arange(start, start + 4)).tolist() for start in (0, 16)]
 
 
-def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epochs=2):
-    """Train workers in turn, as a synchronous method does; return the most groups one held."""
+def most_groups_cached(
+    groups, *, num_workers=1, block_samples, period, batch_size=20, num_epochs=2
+):
+    """Train workers in turn, like a synchronous method; return the most groups that one cached."""
     most = 0
     tables = [StreamedTable(groups, shuffle_samples=block_samples) for _ in range(num_workers)]
     order = tables[0].order(0)
@@ -364,35 +366,35 @@ def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epoc
 
 @pytest.mark.parametrize("period", [1, 50, 200])
 def test_row_groups_in_memory_do_not_grow_with_the_period(period):
-    groups = Counted([20] * 400)
-    most = fed(groups, block_samples=40, period=period)
-    assert most <= 14  # of two groups each: the blocks of five steps, and two ahead
+    groups = CountedGroups([20] * 400)
+    most = most_groups_cached(groups, block_samples=40, period=period)
+    assert most <= 14  # two groups each of the blocks of five steps and of two ahead
     assert len(groups.reads) <= 1.1 * 2 * 400
 
 
 def test_the_first_row_group_is_read_no_more_often_than_others():
-    groups = Counted([20] * 100)
-    fed(groups, block_samples=40, period=2)
+    groups = CountedGroups([20] * 100)
+    most_groups_cached(groups, block_samples=40, period=2)
     assert groups.reads.count(0) <= 1 + 2
 
 
 def test_workers_that_help_at_the_end_of_an_epoch_prefetch_their_rows():
-    groups = Counted([20] * 100)
+    groups = CountedGroups([20] * 100)
     unexpected = []
     get = GroupCache.get
 
-    def noted(cache, number):
+    def get_and_note(cache, number):
         if cache._prefetched and number not in cache._prefetched:
             unexpected.append(number)
         return get(cache, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupCache, "get", noted)
-        fed(groups, num_workers=4, block_samples=400, period=1)
+        patch.setattr(GroupCache, "get", get_and_note)
+        most_groups_cached(groups, num_workers=4, block_samples=400, period=1)
     assert not unexpected
 
 
-def test_a_set_in_memory_starts_no_thread():
+def test_a_data_set_in_memory_starts_no_thread():
     images = tiny_images()
     feed = Feed(
         Batches(images, lambda batch, rows, epoch: batch),
@@ -400,7 +402,7 @@ def test_a_set_in_memory_starts_no_thread():
         device=torch.device("cpu"),
         time_parts=TimeParts(),
     )
-    before = set(threading.enumerate())  # some of other tests may end meanwhile
+    before = set(threading.enumerate())  # threads of other tests may end meanwhile
     feed.prefetch([(0, np.arange(4))], [])
     feed.batch(0, np.arange(4))
     assert not set(threading.enumerate()) - before
@@ -410,7 +412,7 @@ def test_a_set_in_memory_starts_no_thread():
 
 
 def train(data, method="sync-easgd", *, num_workers=2, seen=None):
-    """Train two epochs in threads; note (epoch, row) of what is trained on."""
+    """Train two epochs in threads; add the (epoch, row) of each trained sample to ``seen``."""
 
     def prepare(batch, rows, epoch):
         if seen is not None:
@@ -479,7 +481,7 @@ def test_a_streamed_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
 
 
 def test_workers_of_every_strategy_reserve_different_blocks(folder):
-    """A worker's first round lies in one block, and it knows what comes after."""
+    """The first round of a worker lies in one block, and it has a reservation after that."""
     data = load(str(folder), input=STREAMED)
     cuts = data.train.order(0).cuts(0)
     for method in ("sync-easgd", "async-easgd"):
@@ -536,7 +538,7 @@ def test_a_bad_sample_can_be_skipped_and_is_counted(tmp_path, how):
     data = load(str(bad_folder(tmp_path, how)), input=skips)
     ensemble = train(data)
     left_out = [worker.report().left_out for worker in ensemble.workers]
-    assert sum(found.num_samples for found in left_out) == 2  # once an epoch
+    assert sum(found.num_samples for found in left_out) == 2  # once per epoch
     assert any(SENTENCES[how] in found.last for found in left_out)
     assert ensemble.newest.progress.num_samples == 2 * 23
 
@@ -564,7 +566,7 @@ def test_a_file_that_was_truncated_during_a_run_is_named(folder):
         data.train.fetch(np.array([22]))
 
 
-def test_the_reported_loss_is_the_mean_over_what_was_trained_on(tmp_path, monkeypatch):
+def test_the_reported_loss_is_the_mean_over_the_trained_samples(tmp_path, monkeypatch):
     good = [encoded(p) for p in pictures(23)]
     cells = [cell if n in (0, 7, 20) else None for n, cell in enumerate(good)]
     write_pictures(tmp_path / "train-0.parquet", cells, np.arange(23) % 3)
@@ -572,11 +574,11 @@ def test_the_reported_loss_is_the_mean_over_what_was_trained_on(tmp_path, monkey
     skips = InputConfig(stream="always", shuffle_samples=8, on_bad_sample="skip")
     counts, add = [], Losses.add
 
-    def noted(losses, step, count, loss):
+    def add_and_note(losses, step, count, loss):
         counts.append(count)
         add(losses, step, count, loss)
 
-    monkeypatch.setattr(Losses, "add", noted)
+    monkeypatch.setattr(Losses, "add", add_and_note)
     train(load(str(tmp_path), input=skips), num_workers=1)
     assert sum(counts) == 2 * 3
 

@@ -1,4 +1,4 @@
-"""Texts: what is read of them, what a language model is asked, and what a run tells of it."""
+"""Texts: how they are read, the loss of a language model, and the results of a run."""
 
 import importlib.util
 import json
@@ -60,7 +60,7 @@ def test_no_rows_make_an_empty_batch_of_the_right_shape():
     assert inputs.shape == following.shape == (0, 3)
 
 
-def test_tokens_in_read_only_memory_are_not_written_to():
+def test_batches_of_read_only_tokens_are_copies():
     memory = np.arange(10, dtype=np.int32)
     memory.flags.writeable = False
     inputs, _ = TokenSet(memory, 3, 256).fetch(np.array([0]))
@@ -68,7 +68,7 @@ def test_tokens_in_read_only_memory_are_not_written_to():
     assert memory.tolist() == list(range(10))
 
 
-def test_every_sample_comes_once_in_an_epoch():
+def test_every_sample_is_once_in_the_order_of_an_epoch():
     tokens = TokenSet(np.arange(100), 3, 256)
     rows = tokens.order(7).rows(0, np.arange(tokens.num_samples))
     assert sorted(rows) == list(range(33))
@@ -76,7 +76,7 @@ def test_every_sample_comes_once_in_an_epoch():
     assert tokens.prefetch(rows) is None
 
 
-# what is read
+# reading
 
 
 def test_the_bytes_of_a_text_are_its_tokens_and_its_last_tenth_is_the_test_set(tmp_path):
@@ -125,7 +125,7 @@ def test_tokens_are_read_from_npy_and_the_greatest_makes_the_vocabulary(tmp_path
         ("ü".encode()[:1] + b"x" * 99, "is not a text in UTF-8: invalid continuation byte"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_text_is_one_sentence(tmp_path, content, sentence):
+def test_an_invalid_text_is_reported_in_one_sentence(tmp_path, content, sentence):
     path = write(tmp_path / "a.txt", content)
     with pytest.raises(DataError, match=f"^{path}: {sentence}"):
         read(path)
@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_text_is_one_sentence(tmp_path, content, sentence):
         (np.array([None] * 100), "is not a whole .npy file: "),
     ],
 )
-def test_what_is_wrong_with_tokens_is_one_sentence(tmp_path, array, sentence):
+def test_invalid_tokens_are_reported_in_one_sentence(tmp_path, array, sentence):
     np.save(tmp_path / "tokens.npy", array)
     with pytest.raises(DataError, match=sentence):
         read(str(tmp_path / "tokens.npy"))
@@ -169,7 +169,7 @@ def test_a_missing_text_is_reported(tmp_path, name):
 
 
 class Counting(nn.Module):
-    """Tells that the next token is one more, with a logit of ln 3 among three zeros."""
+    """A model that predicts the next number, with a logit of ln 3 among three zeros."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def test_loss_and_metrics_of_a_text_worked_by_hand():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_the_perplexity_is_that_of_the_whole_set_however_it_is_cut(batch_size):
+def test_the_perplexity_of_a_set_does_not_depend_on_its_batches(batch_size):
     found = evaluate(
         LanguageModel(),
         Counting(),
@@ -204,11 +204,11 @@ def test_the_perplexity_is_that_of_the_whole_set_however_it_is_cut(batch_size):
     assert found["perplexity"] == pytest.approx((2**4 * 6**2) ** (1 / 6))
 
 
-def test_a_perplexity_beyond_all_numbers_is_infinite():
+def test_a_perplexity_that_overflows_is_infinite():
     assert LanguageModel().derived({"loss": 1e4}) == {"perplexity": float("inf")}
 
 
-def test_the_data_decide_the_task_of_a_model():
+def test_the_data_determine_the_task_of_a_model():
     assert isinstance(task_for("gpt-nano", TEXTS), LanguageModel)
     assert isinstance(task_for("lenet", PICTURES), Classification)
     with pytest.raises(UnknownNameError, match="did you mean gpt-nano"):
@@ -243,8 +243,8 @@ def test_a_custom_function_may_have_the_name_of_a_known_model():
 
 
 def train(folder, data, *options):
-    words = ["train", "--workers", "0", "--run-dir", str(folder), "--run.progress", "plain"]
-    return cli.main([*words, "--data", data, "--context", "8", "--batch-size", "8", *options])
+    common = ["train", "--workers", "0", "--run-dir", str(folder), "--run.progress", "plain"]
+    return cli.main([*common, "--data", data, "--context", "8", "--batch-size", "8", *options])
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_a_run_on_a_text_ends_with_loss_perplexity_and_accuracy(run, tmp_path, c
     assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))
 
 
-def test_a_run_on_a_text_is_scored_again_as_it_ended(run, capsys):
+def test_evaluating_a_run_on_a_text_gives_its_final_scores(run, capsys):
     before = json.loads((run / "result.json").read_text())
     assert cli.main(["evaluate", str(run)]) == 0
     scores = json.loads(capsys.readouterr().out)
@@ -288,12 +288,12 @@ def test_the_center_of_a_run_loads_into_plain_pytorch(run):
 
 
 def test_a_run_on_a_text_that_is_resumed_ends_with_the_bits_of_one_that_was_not(run, tmp_path):
-    words = [str(run.parent / "a.txt"), "--model", "gpt-nano", "--lr-schedule", "constant"]
-    # A run that is extended has exchanged at the end that it had: here, as after each step.
-    words += ["--optimizer.warmup", "0", "--period", "1"]
-    assert train(tmp_path / "whole", *words, "--epochs", "2") == 0
-    assert train(tmp_path / "parted", *words, "--epochs", "1") == 0
-    assert train(tmp_path / "parted", *words, "--epochs", "2", "--resume") == 0
+    options = [str(run.parent / "a.txt"), "--model", "gpt-nano", "--lr-schedule", "constant"]
+    # A run that is extended has exchanged at its former end; with period 1 both runs do.
+    options += ["--optimizer.warmup", "0", "--period", "1"]
+    assert train(tmp_path / "whole", *options, "--epochs", "2") == 0
+    assert train(tmp_path / "parted", *options, "--epochs", "1") == 0
+    assert train(tmp_path / "parted", *options, "--epochs", "2", "--resume") == 0
     whole, parted = (
         (tmp_path / name / "center.safetensors").read_bytes() for name in ("whole", "parted")
     )
@@ -319,7 +319,7 @@ class OnlyLoss(LanguageModel):
         return {"loss": sums["loss"], "bits": sums["loss"] / np.log(2)}
 
 
-def test_a_task_without_accuracy_is_shown_reported_and_looked_at(run, tmp_path, capsys):
+def test_a_run_without_accuracy_has_a_status_and_a_report(run, tmp_path, capsys):
     config = cli.parse_train([
         "--workers", "0", "--run-dir", str(tmp_path / "run"), "--run.progress", "plain",
         "--steps", "3", "--batch-size", "8", "--context", "8",
@@ -341,14 +341,14 @@ def test_a_task_without_accuracy_is_shown_reported_and_looked_at(run, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("scores", "words"),
+    ("scores", "text"),
     [
         ({"loss": 0.5, "accuracy": 0.9}, "accuracy 90.00%"),
         ({"loss": 0.51234, "rmse": 2.0}, "loss 0.5123, rmse 2"),
         ({"loss": 0.5, "accuracy": 0.9, "perplexity": 1.6}, "accuracy 90.00%, loss 0.5, perplex"),
     ],
 )
-def test_the_last_line_has_the_metrics_of_the_task(monkeypatch, capsys, scores, words):
+def test_the_last_line_has_the_metrics_of_the_task(monkeypatch, capsys, scores, text):
     figures = {
         "samples": 10, "seconds": 1.0, "lacks_score": False,
         "evaluations": [{"round": 1, "samples": 10, "seconds": 1.0, **scores}],
@@ -356,7 +356,7 @@ def test_the_last_line_has_the_metrics_of_the_task(monkeypatch, capsys, scores, 
     result = type("Result", (), {"metrics": figures, "path": "runs/a", "stopped_by": ""})
     monkeypatch.setattr(Trainer, "fit", lambda self: result)
     assert cli.main(["train"]) == 0
-    assert f"center test {words}" in capsys.readouterr().out
+    assert f"center test {text}" in capsys.readouterr().out
 
 
 def test_the_last_line_shows_no_score_of_an_earlier_center(monkeypatch, capsys):
@@ -376,9 +376,9 @@ def test_the_job_learns_from_the_documentation(root, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("language_model", root / "jobs/language_model.py")
     job = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(job)
-    words = ["--workers", "0", "--run-dir", str(tmp_path / "run"), "--run.progress", "none"]
+    options = ["--workers", "0", "--run-dir", str(tmp_path / "run"), "--run.progress", "none"]
     tiny = ["--epochs", "1", "--context", "16", "--batch-size", "64"]
-    assert cli.main(["train", *job.SETTINGS, *words, *tiny]) == 0
+    assert cli.main(["train", *job.SETTINGS, *options, *tiny]) == 0
     figures = json.loads((tmp_path / "run/result.json").read_text())
     assert figures["center_loss"] < 0.8 * np.log(256)
 

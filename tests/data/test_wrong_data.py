@@ -1,4 +1,4 @@
-"""Data that would train to nonsense are refused in one sentence that says where."""
+"""Invalid data are refused in one sentence that says where they are."""
 
 import io
 import pickle
@@ -43,8 +43,8 @@ def encoded(picture):
     return file.getvalue()
 
 
-class InMemory:
-    """Row groups that are tables of this process."""
+class TablesInMemory:
+    """Row groups that are given tables in memory."""
 
     def __init__(self, *tables):
         self.tables = tables
@@ -75,8 +75,8 @@ def test_files_of_different_types_are_converted_to_one_where_nothing_is_lost(tmp
 
 
 def test_row_groups_of_other_types_than_the_first_are_refused():
-    groups = InMemory(pa.table({"y": [1, 2]}), pa.table({"y": [0.5, 0.7]}))
-    data = streamed(groups, InMemory(groups.tables[0]), names=(), source="", input=ALWAYS)
+    groups = TablesInMemory(pa.table({"y": [1, 2]}), pa.table({"y": [0.5, 0.7]}))
+    data = streamed(groups, TablesInMemory(groups.tables[0]), names=(), source="", input=ALWAYS)
     data.train.fetch(np.arange(2))
     with pytest.raises(DataError, match="group 1: column 'y' holds float32, but in the first row"):
         data.train.fetch(np.arange(4))
@@ -124,13 +124,13 @@ def test_files_that_name_the_pictures_differently_are_refused(tmp_path, input):
         load(source, input=input)
 
 
-def test_a_class_of_the_test_set_alone_is_a_class(tmp_path):
+def test_a_class_only_in_the_test_set_is_counted(tmp_path):
     source = write(tmp_path, train_0=picture_table([0, 1]), test_0=picture_table([0, 2]))
     data = load(source, input=ALWAYS)
     assert (data.train.shape.num_classes, data.test.shape.num_classes) == (3, 3)
 
 
-def test_mean_and_deviation_are_taken_of_many_pictures_though_row_groups_are_small(tmp_path):
+def test_mean_and_deviation_are_of_many_pictures_even_if_row_groups_are_small(tmp_path):
     table = pa.table(picture_table([0] * 3000))
     pq.write_table(table, tmp_path / "train-0.parquet", row_group_size=10)
     write(tmp_path, test_0=picture_table([0, 0]))
@@ -146,11 +146,11 @@ def test_a_table_is_streamed_when_its_rows_take_more_memory_than_allowed(tmp_pat
     for limit, is_streamed in ((10_000 * 12, False), (10_000 * 12 - 1, True)):
         found = load(source, input=InputConfig(max_memory_bytes=limit))
         assert found.train.is_streamed == is_streamed
-        told = inspect(source, input=InputConfig(max_memory_bytes=limit))
-        assert (told.is_streamed, told.decoded_bytes) == (is_streamed, 20_000 * 12)
+        info = inspect(source, input=InputConfig(max_memory_bytes=limit))
+        assert (info.is_streamed, info.decoded_bytes) == (is_streamed, 20_000 * 12)
 
 
-def test_a_footer_is_read_once_and_few_are_kept(tmp_path, monkeypatch):
+def test_a_footer_is_read_once_and_few_are_cached(tmp_path, monkeypatch):
     for number in range(20):
         write(tmp_path, **{f"train_{number:02}": {"y": [number, number]}})
     files = [find(str(path)) for path in sorted(tmp_path.iterdir())]
@@ -170,7 +170,7 @@ def test_a_footer_is_read_once_and_few_are_kept(tmp_path, monkeypatch):
 def tensors(dtype):
     values = np.zeros((4, 2, 2, 3), dtype)
     column = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
-    return InMemory(pa.table({"image": column, "label": [0, 1, 0, 1]}))
+    return TablesInMemory(pa.table({"image": column, "label": [0, 1, 0, 1]}))
 
 
 def test_decoded_pictures_must_be_uint8():
@@ -182,7 +182,7 @@ def test_decoded_pictures_must_be_uint8():
 
 
 class Lacking(Batches):
-    """Batches without the first few samples, which cannot be read."""
+    """Batches whose first few samples cannot be read."""
 
     num_bad = 0
 
@@ -190,8 +190,8 @@ class Lacking(Batches):
         return part_of(super().batch(rows), 0, int((rows >= self.num_bad).sum()))
 
 
-def test_a_model_is_tried_on_two_samples_that_can_be_read():
-    """Batch norm takes no batch of one, and the first samples may be left out."""
+def test_a_model_is_checked_with_two_readable_samples():
+    """Batch norm needs two samples, and the first ones may be unreadable."""
     images = tiny_images(40)
     batches = Lacking(images, Normalizer.of(images))
     for batches.num_bad in (0, 1, 31, 38):
