@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 session.prepare()  # before any test imports Ray
 
-# Processes of a cluster import classes from the test modules, and this checkout.
+# Processes of a cluster import this checkout and classes from the test modules.
 _FOLDERS = [ROOT, HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# A shell without job control ignores SIGINT in its background commands, and whatever they start
-# would ignore it, too: also the programs that tests interrupt.
+# A shell without job control ignores SIGINT in its background commands. Their child processes,
+# for example the programs that tests interrupt, would ignore it, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# torch records the stack at each seed, for devices that are not in use.
+# At each seed torch records the stack for devices that are not in use.
 for device in (torch.cuda, torch.mtia, torch.xpu):
     device.traceback = types.SimpleNamespace(format_stack=lambda: [])  # type: ignore[attr-defined]
 
-# The duration of an example depends on the machine; no test promises it.
+# The duration of an example depends on the machine, and no test checks it.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -61,7 +61,7 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the collections of garbage the objects of all imported modules."""
+    """Exclude the objects of all imported modules from garbage collections."""
     gc.freeze()
     gc.enable()
 
@@ -81,21 +81,21 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the waits for the disk: only the tests that count these calls can notice them."""
+    """Skip waits for the disk; a test that records these calls replaces them itself."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)
 def no_chart_at_the_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the chart at the end of a run, a tenth of a second; some tests look at it."""
+    """Skip the chart at the end of a run, which takes 0.1 s, except in tests marked ``charts``."""
     if request.node.get_closest_marker("charts") is None:
         monkeypatch.setattr(RunRecorder, "_draw_time_parts", lambda self: None)
 
 
 @pytest.fixture(autouse=True)
 def no_ray_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands in the test process do not start Ray ahead: it would outlive the test."""
+    """Prevent commands in the test process from starting Ray, which would outlive the test."""
     monkeypatch.setattr(session, "begin", lambda **_: None)
 
 
@@ -146,7 +146,7 @@ def four_cpus() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster(four_cpus: Cluster) -> Iterator[None]:
-    """Connects the tests of a module to the cluster ``four_cpus``."""
+    """Connect the tests of a module to the cluster ``four_cpus``."""
     import ray
 
     ray.init(address=four_cpus.address)

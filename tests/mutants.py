@@ -1,7 +1,7 @@
-"""Tell which changed lines of the core neither a test nor the type checker noticed.
+"""Lists the mutants of the core that neither a test nor the type checker has caught.
 
-``make mutants`` runs mutmut over the modules that ``pyproject.toml`` names, then this: per module
-the share that was caught, and the names of those that were not. ``mutmut show NAME`` shows one.
+``make mutants`` runs mutmut on the modules that ``pyproject.toml`` lists, then this. It prints the
+share of caught mutants by module, and the names of the others. ``mutmut show NAME`` shows one.
 """
 
 import subprocess
@@ -14,13 +14,13 @@ CAUGHT = frozenset({"killed", "timeout", "suspicious", "segfault", "caught by ty
 
 
 def main() -> int:
-    """Print it; return 1 where less than the target was caught."""
+    """Print the shares; return 1 if less than the target was caught."""
     mutmut = Path(sys.executable).with_name("mutmut")
-    told = subprocess.run(
+    listing = subprocess.run(
         [mutmut, "results", "--all", "true"], capture_output=True, text=True, check=True
     )
     missed, caught, all_ = [], Counter(), Counter()
-    for line in filter(None, map(str.strip, told.stdout.splitlines())):
+    for line in filter(None, map(str.strip, listing.stdout.splitlines())):
         name, end = line.split(": ")
         module = name.rsplit(".", 1)[0]
         all_[module] += 1

@@ -1,4 +1,4 @@
-"""Every error travels between processes and reads as one sentence."""
+"""Every error can be pickled and is one sentence."""
 
 import errno
 import inspect
@@ -38,7 +38,7 @@ EXAMPLES = [
 ]
 
 
-def test_the_examples_cover_the_tree():
+def test_the_examples_cover_all_errors():
     classes = {
         c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, RaydlError)
     }
@@ -46,7 +46,7 @@ def test_the_examples_cover_the_tree():
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_an_error_survives_pickling_with_its_words_and_fields(error):
+def test_an_error_keeps_its_text_and_fields_through_pickling(error):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
@@ -66,7 +66,7 @@ def test_an_error_survives_pickling_with_its_words_and_fields(error):
         (errors.InfrastructureError("w3", "MemoryError"), None, 75),
     ],
 )
-def test_a_command_that_ends_as_a_disk_failed_may_be_tried_again(error, cause, status):
+def test_the_exit_status_says_whether_a_retry_may_succeed(error, cause, status):
     error.__cause__ = None if cause is None else OSError(cause, os.strerror(cause))
     assert errors.exit_status_of(error) == status
 

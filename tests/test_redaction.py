@@ -1,4 +1,4 @@
-"""Credentials in URIs are shown nowhere, and nothing that worked stops to work for it."""
+"""Credentials in URIs are shown nowhere, and URIs without credentials stay unchanged."""
 
 import json
 import os
@@ -130,11 +130,11 @@ def test_a_text_without_credentials_is_unchanged(text):
         ("train.py --data 's3://K:SECRET@b/x' --lr 1", "train.py --data 's3://b/x' --lr 1"),
     ],
 )
-def test_it_works_inside_sentences(text, left):
+def test_credentials_inside_sentences_are_removed(text, left):
     assert redact(text) == left
 
 
-def test_it_works_inside_tracebacks():
+def test_credentials_inside_tracebacks_are_removed():
     try:
         raise ValueError("Cannot parse URI: 's3://KEY:SECRET@bucket' at character '@'")
     except ValueError:
@@ -166,7 +166,7 @@ def uris(draw):
 
 
 @given(uris(), st.sampled_from(["{}", "at {}: no", "('{}',)", 'x "{}" y', "{} {}", "<{}>\n{}\n"]))
-def test_no_secret_is_left_wherever_it_stood(made, pattern):
+def test_no_secret_is_left_at_any_position(made, pattern):
     uri, bucket = made
     shown = redact(pattern.format(uri, uri))
     assert "hush" not in shown
@@ -175,13 +175,13 @@ def test_no_secret_is_left_wherever_it_stood(made, pattern):
 
 
 @given(st.text(st.sampled_from("ak:/?#&;=@%'\"[]. \n3sigtoken"), max_size=60))
-def test_a_text_that_was_redacted_changes_no_more(text):
+def test_redacting_a_text_twice_changes_nothing_more(text):
     once = redact(f"s3://{text}")
     assert redact(once) == once
 
 
 @given(st.text(max_size=80).filter(lambda text: "://" not in text))
-def test_a_text_without_a_uri_stays_as_it_is(text):
+def test_a_text_without_a_uri_is_unchanged(text):
     assert redact(text) == text
 
 
@@ -223,7 +223,7 @@ def test_nested_values_keep_their_shape():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_no_error_holds_credentials_in_its_words_fields_or_pickle(error):
+def test_no_error_has_credentials_in_its_text_fields_or_pickle(error):
     assert "SECRET" not in f"{error} {error!r} {vars(error)} {error.args}"
     data = pickle.dumps(error)
     assert b"SECRET" not in data
@@ -243,11 +243,11 @@ def test_the_uri_in_pyarrows_errors_is_in_no_traceback():
 URI = "s3://KEY:SEC/SECRET@bucket/x"  # the secret's slash should be %2F
 
 
-def test_a_traceback_of_the_users_own_code_is_shown_without_them(monkeypatch, capsys):
-    def fails(arguments):
+def test_a_traceback_of_user_code_is_shown_without_credentials(monkeypatch, capsys):
+    def fail(arguments):
         raise ZeroDivisionError(f"while reading {arguments[0]}")
 
-    monkeypatch.setitem(cli.COMMANDS, "check", fails)
+    monkeypatch.setitem(cli.COMMANDS, "check", fail)
     assert cli.main(["check", "s3://KEY:SECRET@bucket/x?sig=SECRET"]) == 1
     shown = capsys.readouterr().err
     assert "Traceback" in shown
@@ -266,7 +266,7 @@ TRAIN = [
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Return a URI of the digits that carries secrets; PyArrow takes no notice of them."""
+    """A URI of the digits with secrets, which PyArrow ignores."""
     folder = tmp_path_factory.mktemp("data") / "digits"
     shutil.copytree(Path(raydl.data.__file__).parent / "digits", folder)
     return f"file://{folder}{QUERY}"
@@ -278,18 +278,18 @@ def options(tmp_path, digits, *more, secret_query=QUERY):
     return [*TRAIN, "--data", digits, *where, *more]
 
 
-def of(tmp_path):
+def uri_of(tmp_path):
     return f"file://{tmp_path}/kept/first{QUERY}"
 
 
-def everything_written(tmp_path):
+def files_in(tmp_path):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
     return {str(path): path.read_bytes() for path in files}
 
 
-def assert_hushed(tmp_path, capsys):
-    for name, content in everything_written(tmp_path).items():
+def assert_no_secret_in(tmp_path, capsys):
+    for name, content in files_in(tmp_path).items():
         assert SECRET.encode() not in content, name
         assert SECRET not in name
     out, err = capsys.readouterr()
@@ -300,22 +300,22 @@ def assert_hushed(tmp_path, capsys):
 def test_no_byte_of_a_run_and_no_line_of_its_commands_has_a_secret(tmp_path, digits, capfd):
     assert cli.main(options(tmp_path, digits, "--epochs", "2")) == 0
     for command in ("status", "check", "report", "evaluate"):
-        assert cli.main([command, of(tmp_path)]) == 0, command
-    assert cli.main(["status", of(tmp_path), "--json"]) == 0
-    assert cli.main(["evaluate", of(tmp_path), "--best", "--data", digits]) == 0
+        assert cli.main([command, uri_of(tmp_path)]) == 0, command
+    assert cli.main(["status", uri_of(tmp_path), "--json"]) == 0
+    assert cli.main(["evaluate", uri_of(tmp_path), "--best", "--data", digits]) == 0
     assert cli.main(["data", "info", digits]) == 0
     assert cli.main(["data", "info", digits, "--json"]) == 0
     out_uri = f"file://{tmp_path}/parquet{QUERY}"
     assert cli.main(["data", "convert", digits, out_uri]) == 0
-    out = assert_hushed(tmp_path, capfd)
-    assert f"run:          file://{tmp_path}/kept/first\n" in out  # the place is readable
+    out = assert_no_secret_in(tmp_path, capfd)
+    assert f"run:          file://{tmp_path}/kept/first\n" in out  # the place is shown
     config = json.loads((tmp_path / "kept/first/config.json").read_bytes())
     assert config["config"]["data"] == digits.removesuffix(QUERY)
     assert config["redacted"] == ["data", "run.storage_path"]
     assert (tmp_path / "kept/first/report.html").stat().st_size > 10_000
 
 
-def test_a_run_that_is_resumed_twice_has_none_either_and_may_get_other_credentials(
+def test_a_run_that_is_resumed_twice_shows_no_credentials_and_may_get_others(
     tmp_path, digits, capfd
 ):
     assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
@@ -325,12 +325,12 @@ def test_a_run_that_is_resumed_twice_has_none_either_and_may_get_other_credentia
     assert cli.main(options(tmp_path, *other, *more, secret_query=f"?sig={SECRET}-new")) == 0
     plain, more = digits.removesuffix(QUERY), ("--epochs", "4", "--resume")
     assert cli.main(options(tmp_path, plain, *more, secret_query="")) == 0
-    assert "resuming from round" in assert_hushed(tmp_path, capfd)
+    assert "resuming from round" in assert_no_secret_in(tmp_path, capfd)
     (folder,) = (tmp_path / "kept").iterdir()
     assert json.loads((folder / "config.json").read_bytes())["redacted"] == []
 
 
-def test_other_data_are_still_refused_to_a_resumed_run(tmp_path, digits, capfd):
+def test_a_run_with_credentials_does_not_resume_with_other_data(tmp_path, digits, capfd):
     assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
     elsewhere = digits.replace("digits?", "other?")
     shutil.copytree(digits[7:].partition("?")[0], elsewhere[7:].partition("?")[0])
@@ -345,15 +345,15 @@ def test_a_run_of_an_earlier_raydl_whose_config_has_the_secret_is_resumed(tmp_pa
     del values["redacted"]
     values["config"]["data"] = digits
     path.write_text(json.dumps(values))
-    assert cli.main(["report", of(tmp_path)]) == 0
-    assert cli.main(["evaluate", of(tmp_path)]) == 0
+    assert cli.main(["report", uri_of(tmp_path)]) == 0
+    assert cli.main(["evaluate", uri_of(tmp_path)]) == 0
     assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 0
-    assert_hushed(tmp_path, capfd)
+    assert_no_secret_in(tmp_path, capfd)
 
 
 MISTAKES = {
     "no data": lambda uri: [*TRAIN, "--data", uri],
-    "no word": lambda uri: [*TRAIN, uri],
+    "an extra argument": lambda uri: [*TRAIN, uri],
     "no number": lambda uri: [*TRAIN, "--epochs", uri],
     "no model": lambda uri: [*TRAIN, "--model", uri],
     "no folder": lambda uri: [*TRAIN, "--run-dir", uri],
@@ -390,52 +390,52 @@ def test_no_error_shows_a_secret(mistake, bad, tmp_path, monkeypatch, capfd):
 def test_errors_of_a_runs_folder_show_no_credentials(tmp_path, digits, capfd):
     assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
     folder = tmp_path / "kept/first"
-    with held(Storage(of(tmp_path)), "run.storage_path"):
+    with held(Storage(uri_of(tmp_path)), "run.storage_path"):
         assert cli.main(options(tmp_path, digits, "--resume")) == 2
     for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    assert cli.main(["check", of(tmp_path)]) == 1
+    assert cli.main(["check", uri_of(tmp_path)]) == 1
     assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 2
     for path in folder.rglob("manifest.json"):
         path.unlink()
-    assert cli.main(["check", of(tmp_path)]) == 1
+    assert cli.main(["check", uri_of(tmp_path)]) == 1
     assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 2
-    assert_hushed(tmp_path, capfd)
+    assert_no_secret_in(tmp_path, capfd)
 
 
 def test_a_driver_that_waits_for_a_lock_logs_no_credentials(tmp_path):
-    root, said, now = f"file://{tmp_path}/run{QUERY}", [], iter(range(99))
+    root, messages, now = f"file://{tmp_path}/run{QUERY}", [], iter(range(99))
     (tmp_path / "run").mkdir()
     with held(Storage(root), "run.storage_path"):
         wait_until_free(
             Storage(root),
             wait_s=2,
-            log=said.append,
+            log=messages.append,
             clock=lambda: next(now),
             sleep=lambda seconds: None,
         )
-    (sentence,) = said
+    (sentence,) = messages
     assert sentence.startswith(f"file://{tmp_path}/run is still in use")
 
 
 def test_the_warning_of_old_checkpoints_shows_no_credentials(tmp_path, monkeypatch):
-    class Stuck(Storage):
+    class Undeletable(Storage):
         def delete_dir(self, name):
             raise OSError(f"{self.root}: busy")
 
-    store = CheckpointStore(Stuck(f"file://{tmp_path}/run{QUERY}"), keep=1)
-    with warnings.catch_warnings(record=True) as told:
+    store = CheckpointStore(Undeletable(f"file://{tmp_path}/run{QUERY}"), keep=1)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for round in (1, 2):
             store.write(make(round))
-    assert any("old ones stay" in str(warning.message) for warning in told)
-    assert not any(SECRET in str(warning.message) for warning in told)
+    assert any("old ones stay" in str(warning.message) for warning in caught)
+    assert not any(SECRET in str(warning.message) for warning in caught)
 
 
-# in Python
+# results in Python
 
 
-def test_the_place_of_a_result_can_be_opened_and_its_text_shown():
+def test_the_path_of_a_result_has_credentials_and_its_text_has_none():
     path = f"file:///kept/first{QUERY}"
     result = Result({"samples": 1}, path, RunCheckpoint(path, "round-3"), "")
     assert SECRET in result.path
@@ -446,7 +446,7 @@ def test_the_place_of_a_result_can_be_opened_and_its_text_shown():
     )
 
 
-def test_the_place_that_a_result_names_is_scored_in_python(tmp_path, digits):
+def test_score_run_accepts_the_path_of_a_result(tmp_path, digits):
     run = RunConfig(
         run_dir=str(tmp_path / "first"), storage_path=f"file://{tmp_path}/kept{QUERY}",
         progress="none",
@@ -462,7 +462,7 @@ def test_the_place_that_a_result_names_is_scored_in_python(tmp_path, digits):
 
 @pytest.fixture
 def guarded(tmp_path, digits, monkeypatch):
-    """A run on data that only open with the token, and the URI of the data."""
+    """A run on data that require the token, and the URI of the data."""
     assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
     folder = digits.removeprefix("file://").partition("?")[0]
     open_plain = raydl.data.files.open_filesystem
@@ -473,7 +473,7 @@ def guarded(tmp_path, digits, monkeypatch):
         return open_plain(uri)
 
     monkeypatch.setattr(raydl.data.files, "open_filesystem", open_guarded)
-    return of(tmp_path)
+    return uri_of(tmp_path)
 
 
 def test_the_error_of_a_score_says_that_config_json_has_no_credentials(guarded, digits, capfd):
@@ -487,17 +487,17 @@ def test_the_error_of_a_score_says_that_config_json_has_no_credentials(guarded, 
 
 def test_the_error_of_data_without_credentials_does_not_mention_them(tmp_path, digits, capfd):
     assert cli.main(options(tmp_path, digits.removesuffix(QUERY), "--epochs", "1")) == 0
-    assert cli.main(["evaluate", of(tmp_path), "--data", "nowhere/x"]) == 2
+    assert cli.main(["evaluate", uri_of(tmp_path), "--data", "nowhere/x"]) == 2
     path = tmp_path / "kept/first/config.json"
     path.write_text(path.read_text().replace("/digits", "/gone"))
-    assert cli.main(["evaluate", of(tmp_path)]) == 2
+    assert cli.main(["evaluate", uri_of(tmp_path)]) == 2
     assert "does not keep" not in capfd.readouterr().err
 
 
 # a comparison
 
 
-def test_a_comparison_writes_and_prints_none(tmp_path, digits, capfd):
+def test_a_comparison_writes_and_prints_no_credentials(tmp_path, digits, capfd):
     base = TrainConfig(
         data=digits, model="mlp", training=TrainingConfig(samples=640, batch_size=32),
     )  # fmt: skip
@@ -529,7 +529,7 @@ def test_a_comparison_writes_and_prints_none(tmp_path, digits, capfd):
 
 
 @pytest.mark.parametrize(
-    ("words", "setting"),
+    ("arguments", "setting"),
     [
         (["--data", f"s3://KEY:{SECRET}@bucket/x"], "data"),
         (["--data", f"s3://bucket/x?session_token={SECRET}"], "data"),
@@ -537,30 +537,32 @@ def test_a_comparison_writes_and_prints_none(tmp_path, digits, capfd):
         (["--data", f"s3://KEY:{SECRET}@bucket/x", "--data", "digits"], "submit"),
     ],
 )
-def test_credentials_are_refused_in_the_command_of_a_job(words, setting, capsys, monkeypatch):
-    monkeypatch.setattr(submitting, "_connect", lambda options: pytest.fail("a cluster was asked"))
-    assert cli.main(["submit", "--", *words]) == 2
+def test_credentials_are_refused_in_the_command_of_a_job(arguments, setting, capsys, monkeypatch):
+    monkeypatch.setattr(
+        submitting, "_connect", lambda options: pytest.fail("a cluster was contacted")
+    )
+    assert cli.main(["submit", "--", *arguments]) == 2
     sentence = capsys.readouterr().err
     assert sentence.startswith(f"error: {setting} has credentials in its URI, and a job's command")
     assert "AWS_SECRET_ACCESS_KEY" in sentence
     assert SECRET not in sentence
 
 
-def test_a_container_a_user_and_an_endpoint_are_no_credentials_of_a_job():
+def test_a_container_a_user_and_an_endpoint_are_accepted_in_the_command_of_a_job():
     for uri in PLAIN:
         check_credentials(["--data", uri], TrainConfig(data=uri))
 
 
-def test_the_error_of_a_wrong_place_shows_no_credentials():
-    with pytest.raises(ConfigError) as told:
+def test_the_error_for_a_wrong_place_shows_no_credentials():
+    with pytest.raises(ConfigError) as error:
         RunConfig(run_dir=f"s3://KEY:{SECRET}@bucket/x")
-    assert "s3://bucket/x" in str(told.value)
-    assert SECRET not in str(told.value)
+    assert "s3://bucket/x" in str(error.value)
+    assert SECRET not in str(error.value)
     with pytest.raises(DataError, match="nowhere: "):
         raydl.data.load(f"file:///nowhere{QUERY}")
 
 
-# Ray: what a cluster keeps of a driver
+# logs and tables of a Ray cluster
 
 DRIVER = """
 import sys
@@ -576,10 +578,10 @@ sys.exit(status)
 @pytest.mark.cluster
 def test_no_log_of_ray_and_no_entry_of_its_tables_has_a_secret(tmp_path, digits):
     ray_folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path must be short
-    words = [*options(tmp_path, digits, "--epochs", "1"), "--workers", "1"]
+    arguments = [*options(tmp_path, digits, "--epochs", "1"), "--workers", "1"]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", DRIVER, *words],
+            [sys.executable, "-c", DRIVER, *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(ray_folder)},
             capture_output=True,
             text=True,
@@ -593,7 +595,7 @@ def test_no_log_of_ray_and_no_entry_of_its_tables_has_a_secret(tmp_path, digits)
         assert any("python-core-driver" in path.name for path in logs)
         for path in logs:
             assert SECRET.encode() not in path.read_bytes(), path
-        for path, content in everything_written(tmp_path).items():
+        for path, content in files_in(tmp_path).items():
             assert SECRET.encode() not in content, path
     finally:
         shutil.rmtree(ray_folder, ignore_errors=True)

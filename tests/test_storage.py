@@ -1,4 +1,4 @@
-"""A file that was written is there as a whole, also after a power failure."""
+"""A file is written completely or not at all, even in a power failure."""
 
 import os
 import stat
@@ -12,40 +12,40 @@ from raydl.storage import Storage
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the calls that decide what is left after a power failure, in order."""
-    made = []
+    """The calls of fsync, in order, which determine the files after a power failure."""
+    sequence = []
 
     def fsync(descriptor, fsync=os.fsync):
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        made.append("sync folder" if is_folder else "sync file")
+        sequence.append("sync folder" if is_folder else "sync file")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return made
+    return sequence
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after_that(
+def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_afterwards(
     tmp_path, monkeypatch, calls
 ):
     storage = Storage(str(tmp_path))
     flush = storage._flush_to_disk
     seen = []
 
-    def flush_and_look(path):
+    def flush_and_record(path):
         flush(path)
         seen.append((calls[-1], names(tmp_path)))
 
-    monkeypatch.setattr(storage, "_flush_to_disk", flush_and_look)
+    monkeypatch.setattr(storage, "_flush_to_disk", flush_and_record)
     storage.write_bytes("weights", b"abc")
     assert seen == [("sync file", ["weights.tmp"]), ("sync folder", ["weights"])]
     assert (tmp_path / "weights").read_bytes() == b"abc"
 
 
-def test_a_file_that_was_not_written_to_its_end_leaves_the_earlier_one(tmp_path):
+def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     storage = Storage(str(tmp_path))
     storage.write_bytes("weights", b"before")
 
@@ -58,7 +58,7 @@ def test_a_file_that_was_not_written_to_its_end_leaves_the_earlier_one(tmp_path)
     assert (tmp_path / "weights").read_bytes() == b"before"
 
 
-def test_a_program_that_is_killed_while_it_writes_leaves_the_earlier_file(tmp_path):
+def test_a_program_that_is_killed_during_a_write_leaves_the_earlier_file(tmp_path):
     Storage(str(tmp_path)).write_bytes("weights", b"before")
     program = """
 import os, signal, sys

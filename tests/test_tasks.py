@@ -1,4 +1,4 @@
-"""Tasks of one's own: a class, a model with a loss, a model that returns its loss."""
+"""Custom tasks: a class, a model with a loss, and a model that returns its loss."""
 
 import json
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def test_a_model_may_be_built_without_the_shape_of_the_data():
     assert ModelAndLoss(line, cross_entropy).name == "line"
 
 
-def test_the_loss_is_a_metric_and_a_sum_like_the_others():
+def test_the_loss_is_summed_over_samples_like_other_metrics():
     task = ModelAndLoss(
         line, cross_entropy, metrics=lambda model, batch: {"ones": batch["y"].sum()}
     )
@@ -76,8 +76,8 @@ def test_the_loss_is_a_metric_and_a_sum_like_the_others():
     assert float(sums["loss"]) == pytest.approx(6 * float(loss))
 
 
-class Knowing(nn.Module):
-    """Knows its loss, and returns it in one of several ways."""
+class ModelWithLoss(nn.Module):
+    """A model that returns its loss in one of several ways."""
 
     def __init__(self, way):
         super().__init__()
@@ -90,7 +90,7 @@ class Knowing(nn.Module):
 
 @dataclass
 class Output:
-    """As Hugging Face's are."""
+    """An output like those of Hugging Face models."""
 
     loss: torch.Tensor
     logits: torch.Tensor
@@ -106,7 +106,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_returns_its_loss_is_a_task(way, table, tmp_path):
-    task = LossFromForward(lambda: Knowing(WAYS[way]))
+    task = LossFromForward(lambda: ModelWithLoss(WAYS[way]))
     model = task.build_model(SHAPE)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
     expected = functional.cross_entropy(model.inner(x), y)
@@ -125,7 +125,11 @@ def test_a_model_that_returns_its_loss_is_a_task(way, table, tmp_path):
         (ModelAndLoss(line, cross_entropy), {"loss": cross_entropy}, "this task has its own"),
         ("lenet", {"loss": cross_entropy}, "is for a model of your own, not for lenet by name"),
         (lambda: 3, {"loss": cross_entropy}, "must return a torch.nn.Module"),
-        (LossFromForward(lambda: Knowing(lambda loss, logits: logits)), {}, "returned no loss"),
+        (
+            LossFromForward(lambda: ModelWithLoss(lambda loss, logits: logits)),
+            {},
+            "returned no loss",
+        ),
     ],
 )
 def test_an_invalid_task_is_refused_before_any_process_starts(
@@ -211,7 +215,7 @@ def test_a_lazy_model_is_refused_in_one_sentence(table, tmp_path):
         ("digits", {"exchange": 2}, "exchange must be a raydl.ExchangeConfig, got 2"),
     ],
 )
-def test_arguments_of_other_kinds_are_refused_in_one_sentence(data, more, sentence, tmp_path):
+def test_arguments_of_wrong_types_are_refused_in_one_sentence(data, more, sentence, tmp_path):
     with pytest.raises(RaydlError, match=sentence):
         train("mlp", data, tmp_path, **more)
 
@@ -230,7 +234,7 @@ def test_a_class_that_cannot_be_instantiated_is_refused_in_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkeypatch, capsys):
+def test_the_command_line_can_name_the_class_of_the_task(table, tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "class Mine:\n"
@@ -260,7 +264,7 @@ def short_run(tmp_path):
     }
 
 
-def test_a_run_of_raydls_task_with_a_named_model_is_scored_again(tmp_path):
+def test_a_run_of_a_built_in_task_with_a_named_model_can_be_evaluated(tmp_path):
     task = raydl.Classification("mlp")  # not the model of a Classification() without arguments
     result = raydl.Trainer(task, "synthetic:64x1x4x4", **short_run(tmp_path)).fit()
     scores = score_run(str(tmp_path / "run"))
@@ -271,7 +275,7 @@ def flat(shape, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, num_classes))
 
 
-def test_a_run_of_a_function_of_a_script_is_not_scored_as_another_model(tmp_path):
+def test_a_run_of_a_function_of_a_script_is_not_evaluated_with_another_model(tmp_path):
     raydl.Trainer(raydl.Classification(flat), "synthetic:64x1x4x4", **short_run(tmp_path)).fit()
     with pytest.raises(
         ConfigError, match="the names Classification and flat: the run began with a"

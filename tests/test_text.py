@@ -1,4 +1,4 @@
-"""Times and tables read the same wherever they stand."""
+"""Times, measurements and tables as text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What charts show: axes, lines, areas and bars, read back from their SVG, pixels and figures."""
+"""Axes, lines, areas and bars of charts, read back from their SVG, pixels and figures."""
 
 import re
 from xml.etree import ElementTree
@@ -48,7 +48,7 @@ def beside(svg):
 
 
 def paths(svg, color):
-    """Return the corners of each line of a colour."""
+    """Return the corners of each line of a color."""
     found = [p.get("d") for p in svg.iter("path") if f"stroke:var(--{color})" in p.get("style")]
     return [[tuple(map(float, c.split())) for c in re.split("[ML]", d)[1:]] for d in found]
 
@@ -90,9 +90,9 @@ def test_a_logarithmic_axis_gives_each_decade_the_same_length():
     assert heights["0.1"] == pytest.approx(heights["1"] / 2, abs=0.2)
 
 
-def test_values_that_a_logarithm_would_not_show_better_have_a_linear_axis():
+def test_values_within_a_decade_or_with_zeros_have_a_linear_axis():
     assert "1.2" in beside(drawn([1, 2], y="log")), "too short for a logarithm"
-    assert "0" in beside(drawn([0, 200], y="log")), "0 has none"
+    assert "0" in beside(drawn([0, 200], y="log")), "0 has no logarithm"
 
 
 def test_an_axis_of_accuracies_is_stretched_towards_100_percent():
@@ -112,7 +112,7 @@ def test_an_axis_of_accuracies_holds_them_all_and_ends_at_100_percent(values):
     assert all(11.9 <= y <= 218.1 for line in paths(svg, "c0") for _, y in line)
 
 
-def test_a_score_that_is_no_share_still_has_an_axis():
+def test_a_score_outside_of_0_to_1_has_an_axis():
     assert list(beside(drawn([-3, 70], y="accuracy"))) == ["-20", "0", "20", "40", "60", "80"]
 
 
@@ -122,13 +122,13 @@ def test_workers_are_counted_in_whole_numbers():
 
 
 def test_long_runs_have_minutes_or_hours_on_their_axis():
-    for end, words, label in (
+    for end, text, label in (
         (300, "seconds", "200"),
         (3000, "minutes", "40"),
         (9e4, "hours", "20"),
     ):
         svg = drawn([1, 2], xs=[0, end], x="seconds")
-        assert f"{words} of training" in texts(svg)
+        assert f"{text} of training" in texts(svg)
         assert label in texts(svg)
 
 
@@ -213,7 +213,7 @@ def test_methods_of_one_family_share_a_colour_and_those_of_a_strategy_their_dash
     assert len({style.color for style in styles.values()}) == 3
 
 
-# stacked
+# stacks and bars
 
 
 def test_the_bands_of_the_stack_are_as_high_as_their_seconds():
@@ -229,15 +229,15 @@ def test_the_bands_of_the_stack_are_as_high_as_their_seconds():
     assert height("forward_backward") > 100
 
 
-def test_the_legend_of_the_stack_has_the_seconds_now_from_the_lowest_part_up():
+def test_the_legend_of_the_stack_has_the_newest_seconds_from_bottom_to_top():
     before, now = ({part: n * f for n, part in enumerate(STACK)} for f in (1.0, 100.0))
     [legend] = areas([(0, before), (9, now)]).figure.legends
-    said = [text.get_text() for text in legend.get_texts()]
-    assert said[:2] == ["forward backward 0 s", "replica update 100 s"]
-    assert [s.rsplit(" ", 2)[0] for s in said] == [part.replace("_", " ") for part in STACK]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels[:2] == ["forward backward 0 s", "replica update 100 s"]
+    assert [s.rsplit(" ", 2)[0] for s in labels] == [part.replace("_", " ") for part in STACK]
 
 
-def test_a_stack_of_one_moment_and_of_no_time_is_drawn():
+def test_a_stack_without_duration_and_with_zero_seconds_is_drawn():
     assert areas([(5, dict.fromkeys(TIME_PARTS, 0.0))] * 2).pixels().shape == (348, 440, 3)
 
 
@@ -265,7 +265,7 @@ def test_bars_keep_their_order():
     ]
 
 
-# forms
+# output formats
 
 
 def test_an_svg_has_no_ids_that_could_collide():
@@ -277,7 +277,7 @@ def test_an_svg_has_no_ids_that_could_collide():
         assert ElementTree.fromstring(svg).get("role") == "img"
 
 
-def test_the_same_chart_is_the_same_svg():
+def test_the_same_chart_gives_the_same_svg():
     first, second = (lines_in_page(chart(range(50), [1, 2])).svg("t") for _ in range(2))
     assert first == second
 
@@ -321,13 +321,13 @@ def test_global_settings_of_matplotlib_are_neither_used_nor_changed():
 @pytest.mark.parametrize(
     ("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )
-def test_a_chart_becomes_a_file_by_its_suffix(tmp_path, suffix, head):
+def test_the_suffix_of_a_chart_file_determines_its_format(tmp_path, suffix, head):
     lines_in_file([chart([1, 2])]).save(tmp_path / f"a{suffix}")
     assert (tmp_path / f"a{suffix}").read_bytes().startswith(head)
     assert suffix in SUFFIXES
 
 
-def test_the_legend_of_a_file_has_the_lines_in_their_order_and_no_faint_ones():
+def test_the_legend_of_a_file_has_the_lines_in_order_without_faint_ones():
     lines = [
         Line(name, [1, 2], [1, 2], numbered(0), is_faint=is_faint)
         for name, is_faint in (("b", True), ("b", False), ("a", True), ("a", False))
@@ -339,7 +339,7 @@ def test_the_legend_of_a_file_has_the_lines_in_their_order_and_no_faint_ones():
     assert "target 150%" in [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_charts_over_workers_double_from_tick_to_tick():
+def test_the_ticks_of_charts_over_workers_double():
     counts = [4 << n for n in range(6)]
     pair = [chart([1.0] * 6, xs=counts, x="workers", y="share") for _ in range(2)]
     picture = lines_in_file(pair)

@@ -1,4 +1,4 @@
-"""Where measurements go: TensorBoard's pages, Ray's metrics, Grafana."""
+"""Measurements go to TensorBoard, to Ray's metrics and to Grafana."""
 
 import json
 import math
@@ -34,7 +34,7 @@ LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data",
 LOCAL += ["--period", "2"]
 
 
-def test_the_page_has_its_categories_in_the_order_of_importance():
+def test_the_categories_of_the_page_are_in_order_of_importance():
     assert [category.title for category in make_layout().category] == [
         "Accuracy and loss",
         "Throughput and workers",
@@ -92,8 +92,8 @@ def test_memberships_are_listed_newest_first_with_their_workers():
     assert lines[3] == "| 1 | 0 | 2: w0, w1 | w0, w1 start |"
 
 
-class Spy:
-    """A writer that remembers what it was given."""
+class RecordingWriter:
+    """A writer that records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -103,27 +103,27 @@ class Spy:
 
 
 def test_all_writers_receive_all_calls():
-    spies = Spy(), Spy()
-    tee = Tee(*spies)
+    writers = RecordingWriter(), RecordingWriter()
+    tee = Tee(*writers)
     tee.scalars({"train/lr": 0.1}, num_samples=1)
     tee.text("events", "w0 starts", num_samples=1)
     tee.image("time/stacked", np.zeros((1, 1, 3), np.uint8), num_samples=1)
     tee.flush()
     tee.close()
-    names = [call[0] for call in spies[0].calls]
+    names = [call[0] for call in writers[0].calls]
     assert names == ["scalars", "text", "image", "flush", "close"]
-    assert [call[0] for call in spies[1].calls] == names
+    assert [call[0] for call in writers[1].calls] == names
 
 
 class FakeMetric:
-    """What Ray's gauges and counters are asked for."""
+    """A fake of Ray's gauges and counters that records their values."""
 
-    made: dict[str, "FakeMetric"]
+    by_name: dict[str, "FakeMetric"]
 
     def __init__(self, name, description="", tag_keys=None):
         self.name, self.description, self.tag_keys = name, description, tag_keys
         self.values = []
-        FakeMetric.made[name] = self
+        FakeMetric.by_name[name] = self
 
     def set(self, value, tags):
         assert set(tags) == set(self.tag_keys)
@@ -132,40 +132,40 @@ class FakeMetric:
     inc = set
 
 
-def on_fake_ray(monkeypatch, clock=lambda: 0.0):
-    FakeMetric.made = {}
+def with_fake_metrics(monkeypatch, clock=lambda: 0.0):
+    FakeMetric.by_name = {}
     monkeypatch.setattr(ray_metrics, "Gauge", FakeMetric)
     monkeypatch.setattr(ray_metrics, "Counter", FakeMetric)
-    return RayMetrics("my-run", first_sample=40, clock=clock), FakeMetric.made
+    return RayMetrics("my-run", first_sample=40, clock=clock), FakeMetric.by_name
 
 
 def test_ray_gets_every_curve_under_its_own_name_with_its_sentence(monkeypatch):
-    writer, made = on_fake_ray(monkeypatch)
+    writer, metrics = with_fake_metrics(monkeypatch)
     values = {"center/accuracy": 0.5, "worker_step_s/w3": 0.25, "time_stacked/ground": 0.0}
     writer.scalars(values, num_samples=10)
-    assert set(made) == {"raydl_samples", "raydl_center_accuracy", "raydl_worker_step_s"}
-    accuracy, step = made["raydl_center_accuracy"], made["raydl_worker_step_s"]
+    assert set(metrics) == {"raydl_samples", "raydl_center_accuracy", "raydl_worker_step_s"}
+    accuracy, step = metrics["raydl_center_accuracy"], metrics["raydl_worker_step_s"]
     assert accuracy.values == [(0.5, {"run": "my-run"})]
     assert accuracy.description == TAGS["center/accuracy"].sentence
     assert step.values == [(0.25, {"run": "my-run", "worker": "w3"})]
 
 
 def test_the_counter_of_samples_never_goes_back(monkeypatch):
-    writer, made = on_fake_ray(monkeypatch)
-    for num_samples in (100, 160, 120, 200):  # a run resumed at 40; a score that comes late
+    writer, metrics = with_fake_metrics(monkeypatch)
+    for num_samples in (100, 160, 120, 200):  # a run resumed at 40, and a late score
         writer.scalars({"train/lr": 0.1}, num_samples=num_samples)
-    assert [value for value, _ in made["raydl_samples"].values] == [60, 60, 40]
+    assert [value for value, _ in metrics["raydl_samples"].values] == [60, 60, 40]
 
 
-def test_a_metric_that_only_the_task_names_is_a_curve_but_not_given_to_ray(monkeypatch):
+def test_a_metric_of_the_task_alone_is_a_curve_but_no_metric_of_ray(monkeypatch):
     assert tag_of("center/top5").name == "center/NAME"
-    writer, made = on_fake_ray(monkeypatch)
+    writer, metrics = with_fake_metrics(monkeypatch)
     writer.scalars({"center/top5": 0.9}, num_samples=10)
-    assert set(made) == {"raydl_samples"}
+    assert set(metrics) == {"raydl_samples"}
 
 
 class Disk:
-    """A writer that has room for so many points."""
+    """A writer that has room for a number of points."""
 
     def __init__(self, room):
         self.room, self.written = room, []
@@ -180,7 +180,7 @@ class Disk:
 
 
 def test_a_writer_that_fails_is_reported_once_and_replaced_while_the_others_continue():
-    told, now, made, other = [], [0.0], [], Disk(room=9)
+    messages, now, made, other = [], [0.0], [], Disk(room=9)
 
     def make(is_first):
         made.append(Disk(room=1 if is_first else 9))
@@ -188,17 +188,17 @@ def test_a_writer_that_fails_is_reported_once_and_replaced_while_the_others_cont
             raise OSError(28, "No space left on device")
         return made[-1]
 
-    curves = RetryingWriter(make, "the curves", told.append, clock=lambda: now[0])
-    both = Tee(curves, RetryingWriter(lambda _: other, "Ray", told.append))
+    curves = RetryingWriter(make, "the curves", messages.append, clock=lambda: now[0])
+    both = Tee(curves, RetryingWriter(lambda _: other, "Ray", messages.append))
     for number in range(1, 9):
-        now[0] = 5.0 * number  # fails at 10 s, and when it is made again at 20 s
+        now[0] = 5.0 * number  # fails at 10 s, and at 20 s when it is made again
         both.scalars({"train/lr": 0.1}, num_samples=number)
     both.close()
     assert [disk.written for disk in made] == [[1], [], [6, 7, 8, "closed"]]
     assert other.written == [*range(1, 9), "closed"]
     reason = "[Errno 28] No space left on device"
     again = "training continues, with a retry every 10 s"
-    assert told == [
+    assert messages == [
         f"the curves cannot be written ({reason}); {again}", "the curves are written again"
     ]  # fmt: skip
 
@@ -225,20 +225,22 @@ def test_a_rollback_while_curves_cannot_be_written_hides_the_later_points():
 
 
 def test_a_writer_that_fails_repeatedly_is_retried_less_often():
-    told, now = [], [0.0]
-    curves = RetryingWriter(lambda _: Disk(room=0), "the curves", told.append, clock=lambda: now[0])
+    messages, now = [], [0.0]
+    curves = RetryingWriter(
+        lambda _: Disk(room=0), "the curves", messages.append, clock=lambda: now[0]
+    )
     for now[0] in range(2000):
         curves.scalars({"train/lr": 0.1}, num_samples=1)
-    assert len(told) < 20
+    assert len(messages) < 20
 
 
 def test_the_curves_continue_after_a_full_disk(small_disk):
-    """As TensorBoard reads them: the points of before stay, those of after are there."""
-    folder, told, now = small_disk / "run", [], [0.0]
+    """TensorBoard reads the points from before and from after the full disk."""
+    folder, messages, now = small_disk / "run", [], [0.0]
     curves = RetryingWriter(
         lambda is_first: TensorBoardWriter(str(folder), goes_on=not is_first),
         "the curves",
-        told.append,
+        messages.append,
         clock=lambda: now[0],
     )
     curves.scalars({"train/loss": 1.0}, num_samples=1)
@@ -247,7 +249,7 @@ def test_the_curves_continue_after_a_full_disk(small_disk):
     for number in range(2, 400):
         curves.scalars({"train/loss": 2.0}, num_samples=number)
     curves.flush()
-    for now[0] in (10.0, 20.0, 30.0):  # tried in vain
+    for now[0] in (10.0, 20.0, 30.0):  # these retries fail
         curves.scalars({"train/loss": 2.0}, num_samples=500)
     (small_disk / "filled").unlink()
     now[0] = 60.0
@@ -256,9 +258,9 @@ def test_the_curves_continue_after_a_full_disk(small_disk):
     assert all(path.stat().st_size for path in folder.glob("events*"))
     points = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
     assert (points[0].step, points[-1].step) == (1, 1000)
-    assert len(told) == 2
+    assert len(messages) == 2
     history = read_history([path.read_bytes() for path in sorted(folder.glob("events*"))])
-    assert history.num_starts == 1, "the second file goes on with the first"
+    assert history.num_starts == 1, "the second file continues the first"
     assert history.curves["train/loss"].samples[-1] == 1000
 
 
@@ -275,13 +277,13 @@ def test_the_history_of_the_stack_covers_the_whole_run_in_a_bounded_number_of_po
 
 def test_the_gauges_of_a_worker_end_a_minute_after_its_last_report(monkeypatch):
     now = [0.0]
-    writer, made = on_fake_ray(monkeypatch, clock=lambda: now[0])
+    writer, metrics = with_fake_metrics(monkeypatch, clock=lambda: now[0])
     for now[0] in (0.0, 50.0, 70.0):
         writer.scalars({"worker_step_s/w1": 0.5}, num_samples=1)
     writer.scalars({"worker_step_s/w0": 0.5}, num_samples=1)
     now[0] = 131.0
     writer.scalars({"worker_step_s/w0": 0.5}, num_samples=1)
-    last, tags = made["raydl_worker_step_s"].values[-1]
+    last, tags = metrics["raydl_worker_step_s"].values[-1]
     assert math.isnan(last)
     assert tags["worker"] == "w1"
 
@@ -360,7 +362,7 @@ def test_two_starts_in_one_folder_show_as_one_run(tmp_path):
     assert curve == sorted(set(curve))
 
 
-def test_the_table_of_memberships_is_no_longer_with_hundreds_of_workers():
+def test_the_table_of_memberships_stays_short_with_hundreds_of_workers():
     table = MembershipTable()
     table.add(1, [f"w{i}" for i in range(256)], "start", num_samples=0)
     assert "| 1 | 0 | 256: w0 to w255 | start |" in table.markdown()

@@ -1,4 +1,4 @@
-"""Where the center goes back, or a run begins anew, no curve shows what was lost with it."""
+"""After a rollback or a new start, no curve shows the points that were lost."""
 
 import shutil
 from dataclasses import replace
@@ -41,7 +41,7 @@ def files_of(folder):
     return [path.read_bytes() for path in sorted(folder.glob("events*"))]
 
 
-def went_back(folder, store=None):
+def record_rollback(folder, store=None):
     """Record a run whose center is lost at 40 samples and comes back as it was at 20."""
     recorder, memory = make(store or Store(), writer=TensorBoardWriter(str(folder)))
     recorder.event("generation 1: w0 starts")
@@ -61,7 +61,7 @@ def went_back(folder, store=None):
 
 
 def test_the_curves_continue_where_the_center_does(tmp_path):
-    went_back(tmp_path)
+    record_rollback(tmp_path)
     loss = scalars(tmp_path, "train/loss")
     assert [samples for samples, _ in loss] == [10, 20, 25, 35]
     assert [value for _, value in loss] == pytest.approx([0.7, 0.7, 0.1, 0.1])
@@ -70,7 +70,7 @@ def test_the_curves_continue_where_the_center_does(tmp_path):
 
 
 def test_the_texts_of_tensorboard_report_the_rollback_and_the_members(tmp_path):
-    _, memory = went_back(tmp_path)
+    _, memory = record_rollback(tmp_path)
     sentence = "the center was rolled back from 40 to 25 samples; the curves continue from there"
     assert memory.sentences.count(sentence) == 1
     assert tensors(tmp_path, "events/text_summary")[-1] == (25, sentence.encode())
@@ -80,7 +80,7 @@ def test_the_texts_of_tensorboard_report_the_rollback_and_the_members(tmp_path):
 
 
 def test_the_report_has_one_branch_and_all_messages(tmp_path):
-    went_back(tmp_path)
+    record_rollback(tmp_path)
     history = read_history(files_of(tmp_path))
     loss = history.curves["train/loss"]
     assert loss.samples == (10, 20, 25, 35)
@@ -100,13 +100,13 @@ def test_the_report_has_one_branch_and_all_messages(tmp_path):
 
 
 def test_the_result_has_no_scores_of_the_center_that_was_lost(tmp_path):
-    recorder, _ = went_back(tmp_path)
+    recorder, _ = record_rollback(tmp_path)
     evaluations = recorder.figures()["evaluations"]
     assert [(e["samples"], e["accuracy"]) for e in evaluations] == [(10, 0.5), (20, 0.5), (35, 0.9)]
 
 
-def test_a_run_that_went_back_and_is_resumed_shows_as_one_line(tmp_path):
-    went_back(tmp_path / "a")
+def test_a_run_with_a_rollback_that_is_resumed_is_shown_as_one_line(tmp_path):
+    record_rollback(tmp_path / "a")
     writer = TensorBoardWriter(str(tmp_path / "b"), purge_after=25)
     writer.scalars({"train/loss": 0.05}, num_samples=30)
     writer.close()
@@ -131,7 +131,7 @@ def test_the_chart_of_the_stack_drops_later_points():
     assert history.points == ()
 
 
-def test_a_first_start_writes_a_mark_so_that_the_mark_of_a_resumed_start_counts(tmp_path):
+def test_a_first_start_writes_a_session_mark_so_that_one_of_a_resumed_start_counts(tmp_path):
     for purge_after, points in ((None, (10, 20, 30)), (20, (25,))):
         writer = TensorBoardWriter(str(tmp_path), purge_after=purge_after)
         for num_samples in points:
@@ -141,18 +141,18 @@ def test_a_first_start_writes_a_mark_so_that_the_mark_of_a_resumed_start_counts(
     assert [samples for samples, _ in tensors(tmp_path, "events/text_summary")] == [10, 20, 25]
 
 
-def test_a_run_that_begins_again_hides_the_earlier_attempt(tmp_path):
+def test_a_run_that_starts_again_hides_the_earlier_attempt(tmp_path):
     run = tmp_path / "run"
     options = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--period", "2"]
     command = ["train", *options, "--data", "synthetic:96", "--run-dir", str(run)]
     assert cli.main([*command, "--epochs", "2"]) == 0
     grow_old(run)
-    shutil.rmtree(run / "checkpoints")  # as if it had been lost before it wrote one
+    shutil.rmtree(run / "checkpoints")  # as if it had been lost before its first checkpoint
     (run / "result.json").unlink()
     assert cli.main([*command, "--epochs", "1", "--resume"]) == 0
-    told = [text.decode() for _, text in tensors(run, "events/text_summary")]
-    assert told[0] == f"no checkpoint yet: the run starts again in {run}"
-    assert told[1].startswith("generation 1: w0 starts")
+    events = [text.decode() for _, text in tensors(run, "events/text_summary")]
+    assert events[0] == f"no checkpoint yet: the run starts again in {run}"
+    assert events[1].startswith("generation 1: w0 starts")
     assert len(tensors(run, "settings/text_summary")) == 1
     epochs = scalars(run, "train/epoch")
     assert [value for _, value in epochs] == sorted(value for _, value in epochs)
@@ -173,8 +173,8 @@ def test_the_remaining_time_is_known_only_while_samples_are_trained():
     assert replace(view, samples_per_s=5.0, share_done=0.5).eta_s == 1.0
 
 
-def test_files_of_one_second_sort_by_age(tmp_path):
-    """Readers go by their names, which end in a counter: a tenth start must not precede a ninth."""
+def test_event_files_of_the_same_second_sort_by_age(tmp_path):
+    """Readers sort files by name, with a counter at the end: a tenth start must follow a ninth."""
     names = []
     for _ in range(12):
         before = {path.name for path in tmp_path.iterdir()}

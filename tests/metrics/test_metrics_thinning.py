@@ -1,4 +1,4 @@
-"""An old run writes fewer points, which stand for all that lies between; a young one writes all."""
+"""A young run writes every record; an old one writes fewer points, each for several records."""
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -11,7 +11,7 @@ HOUR_S, DAY_S, WEEK_S = 3600.0, 86_400.0, 604_800.0
 
 
 class Points:
-    """A writer that remembers its points and what else it was asked for."""
+    """A writer that records its points and its other calls."""
 
     def __init__(self):
         self.points, self.others = [], []
@@ -36,7 +36,7 @@ class Points:
 
 
 def make(*, seconds_before=0.0):
-    """Return (what is written to, what came through, the clock's only hand)."""
+    """Return (the thinning writer, the writer behind it, the clock's time in a list)."""
     points, now = Points(), [50.0]
     writer = Thinned(points, seconds_before=seconds_before, clock=lambda: now[0])
     return writer, points, now
@@ -72,7 +72,7 @@ def test_a_point_stands_for_the_records_before_it():
     gathered = Gathered()
     gathered.add({"train/loss": 3.0, "exchange/count": 7, "worker_step_s/w0": 0.1, "train/lr": 0.2})
     gathered.add({"train/loss": 1.0, "exchange/count": 8, "worker_step_s/w1": 0.5, "train/lr": 0.1})
-    gathered.add({"exchange/count": 9, "worker_step_s/w0": 0.3})  # no loss was read
+    gathered.add({"exchange/count": 9, "worker_step_s/w0": 0.3})  # without a loss
     assert gathered.pop_point() == {
         "train/loss": 2.0,
         "exchange/count": 9,

@@ -1,4 +1,4 @@
-"""TensorBoard itself, over HTTP, shows of a run what it should."""
+"""A TensorBoard server shows the curves, charts, texts and pictures of a run over HTTP."""
 
 import importlib.util
 import json
@@ -20,10 +20,10 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    """Return a function that asks a TensorBoard on a small run: path -> what it answers."""
+def fetch(tmp_path_factory):
+    """Return a function that fetches JSON by path from a TensorBoard of a small run."""
     run = tmp_path_factory.mktemp("tensorboard") / "run"
-    words = [
+    arguments = [
         "train",
         "--data",
         "digits",
@@ -34,7 +34,7 @@ def ask(tmp_path_factory):
         "--run.progress",
         "none",
     ]
-    assert cli.main([*words, "--run-dir", str(run)]) == 0
+    assert cli.main([*arguments, "--run-dir", str(run)]) == 0
     with make_picture().tensorboard(str(run)) as address:
 
         def get(path):
@@ -48,7 +48,7 @@ def ask(tmp_path_factory):
 
 
 def has_all(get):
-    """Whether it has read the run to its end: it lists one before that."""
+    """Whether TensorBoard has read the run to its end; it lists the run before that."""
     scalars = {name for names in get("scalars/tags").values() for name in names}
     pictures = {name for names in get("images/tags").values() for name in names}
     if not (scalars >= EXPECTED and "center/predictions" in pictures):
@@ -65,27 +65,27 @@ def make_picture():
     return module
 
 
-def test_it_lists_the_curves_of_a_run_and_each_has_its_sentence(ask):
-    (tags,) = ask("scalars/tags").values()
+def test_it_lists_the_curves_of_a_run_and_each_has_its_sentence(fetch):
+    (tags,) = fetch("scalars/tags").values()
     assert set(tags) >= EXPECTED
     for name in tags:
         assert tag_of(name).name in TAGS
 
 
-def test_it_serves_the_points_of_a_curve(ask):
-    points = ask("scalars/scalars?run=.&tag=center/accuracy")
+def test_it_serves_the_points_of_a_curve(fetch):
+    points = fetch("scalars/scalars?run=.&tag=center/accuracy")
     assert points[-1][1] == 3 * 1438  # the x-axis is samples
     assert 0.1 < points[-1][2] <= 1.0
 
 
-def test_the_page_of_charts_opens_on_accuracy_and_loss(ask):
-    categories = ask("custom_scalars/layout")["category"]
+def test_the_page_of_charts_opens_on_accuracy_and_loss(fetch):
+    categories = fetch("custom_scalars/layout")["category"]
     titles = [category["title"] for category in categories]
     assert titles[:3] == ["Accuracy and loss", "Throughput and workers", "Time in eight parts"]
 
 
-def test_settings_and_memberships_are_texts_and_predictions_a_picture(ask):
-    (texts,) = ask("text/tags").values()
+def test_settings_and_memberships_are_texts_and_predictions_a_picture(fetch):
+    (texts,) = fetch("text/tags").values()
     assert {name.split("/")[0] for name in texts} >= {"settings", "membership", "events"}
-    (pictures,) = ask("images/tags").values()
+    (pictures,) = fetch("images/tags").values()
     assert "center/predictions" in pictures

@@ -1,4 +1,4 @@
-"""Where a worker's time goes, on the host and on a device that only queues its work."""
+"""Time parts of a worker on the host and on a device with a queue."""
 
 import threading
 
@@ -10,7 +10,7 @@ from raydl.metrics import time_parts as module
 
 
 class Device:
-    """A device with a queue, on a clock of the test's: as a CUDA stream and its events."""
+    """A device with a queue and a simulated clock, like a CUDA stream and its events."""
 
     def __init__(self):
         self.now = 0.0
@@ -19,14 +19,14 @@ class Device:
         self.num_marks = 0
 
     def queue(self, seconds):
-        """Have the device compute; the host goes on at once."""
+        """Let the device compute; the host continues at once."""
         self.busy_until = max(self.busy_until, self.now) + seconds
 
     def host(self, seconds):
         self.now += seconds
 
     def wait(self):
-        """Let the host wait for all that is queued."""
+        """Let the host wait for the end of the queue."""
         self.now = max(self.now, self.busy_until)
 
     def mark(self):
@@ -61,7 +61,7 @@ def parts(device):
 
 
 def period(device, parts, *, steps, exchange_s):
-    """A period of local steps that the host queues in no time, and an exchange at its end."""
+    """Take local steps, which the host queues in no time, and then an exchange."""
     for _ in range(steps):
         with parts.measure("data_io"):
             device.host(0.001)
@@ -71,7 +71,7 @@ def period(device, parts, *, steps, exchange_s):
             device.queue(0.02)
     began = device.now
     with parts.measure("device_device_parameters"):
-        device.wait()  # the host must know that the sum arrived, and that is after the compute
+        device.wait()  # the host waits for the sum, which arrives after the computation
         device.now = max(device.now, began + exchange_s)
     with parts.measure("center_update"):
         device.queue(0.01)
@@ -85,7 +85,7 @@ def test_the_computation_of_a_period_does_not_count_as_communication(device, par
     assert seconds["replica_update"] == pytest.approx(0.2)
     assert seconds["center_update"] == pytest.approx(0.01)
     assert seconds["device_device_parameters"] == pytest.approx(0.0)
-    # Only the first batch makes the device wait: the others are read beside its work.
+    # The device waits only for the first batch: the others are read while it computes.
     assert seconds["data_io"] == pytest.approx(0.001)
 
 
@@ -93,7 +93,7 @@ def test_only_the_exposed_part_of_an_exchange_is_communication(device, parts):
     period(device, parts, steps=2, exchange_s=0.5)
     device.wait()
     seconds = parts.as_dict()
-    # The host began to wait at 2 ms, until 502 ms; the device was done at 241 ms.
+    # The host waited from 2 ms to 502 ms; the device was done at 241 ms.
     assert seconds["device_device_parameters"] == pytest.approx(0.502 - 0.241)
     assert sum(seconds.values()) == pytest.approx(device.now), "the parts are all of the time"
 

@@ -1,4 +1,4 @@
-"""Trackers show one run, whose steps only rise, also over kills and failures of the tracker."""
+"""A run is one run in trackers, with increasing steps, even if it is killed or a tracker fails."""
 
 import itertools
 import json
@@ -43,8 +43,8 @@ def test_points_are_lines_by_tag(tmp_path):
     assert lines_of(tmp_path) == [line]
 
 
-def test_a_start_goes_on_after_the_last_point_of_the_one_before(tmp_path):
-    write(writer_of(tmp_path), 8, 16, 24, 24)  # killed: it is not closed
+def test_a_start_continues_after_the_last_point_of_the_previous_one(tmp_path):
+    write(writer_of(tmp_path), 8, 16, 24, 24)  # not closed, as if it was killed
     write(writer_of(tmp_path), 16, 24, 32, 40)
     assert [line["samples"] for line in lines_of(tmp_path)] == [8, 16, 24, 24, 32, 40]
 
@@ -57,8 +57,8 @@ def test_points_are_left_out_while_the_center_is_behind(tmp_path):
     assert [line["samples"] for line in lines_of(tmp_path)] == [8, 16, 24, 28]
 
 
-def test_a_score_that_was_computed_meanwhile_is_written_at_its_own_step(tmp_path):
-    """It is that of an earlier center than the newest record."""
+def test_a_late_score_is_written_at_its_own_step(tmp_path):
+    """It is the score of an earlier center than that of the newest record."""
     writer = writer_of(tmp_path)
     write(writer, 8, 16, 24)
     writer.scalars({"center/accuracy": 0.5}, num_samples=12)
@@ -68,7 +68,7 @@ def test_a_score_that_was_computed_meanwhile_is_written_at_its_own_step(tmp_path
     assert lines[3]["center/accuracy"] == 0.5
 
 
-def test_a_step_that_was_noted_and_not_written_is_left_out_and_not_written_twice(tmp_path):
+def test_a_step_that_was_recorded_in_the_state_but_not_written_is_skipped(tmp_path):
     class Broken(JsonLines):
         def write(self, values, *, step, unix_s):
             raise OSError("no space left on device")
@@ -79,7 +79,7 @@ def test_a_step_that_was_noted_and_not_written_is_left_out_and_not_written_twice
     assert [line["samples"] for line in lines_of(tmp_path)] == [16]
 
 
-def test_a_damaged_state_begins_anew(tmp_path):
+def test_a_damaged_state_is_replaced_by_a_new_one(tmp_path):
     (tmp_path / "tracker-jsonl.json").write_text('{"last_')
     assert State(tmp_path, "jsonl").last_step == -1
 
@@ -109,7 +109,9 @@ def test_texts_are_written_once_they_are_flushed_and_events_are_collected(tmp_pa
         ("jsonl,wandb", ConfigError, r"needs wandb, .*: pip install 'elastic-raydl\[wandb\]'"),
     ],
 )
-def test_a_mistake_is_one_sentence_before_anything_starts(names, error, sentence, monkeypatch):
+def test_a_wrong_tracker_is_refused_in_one_sentence_before_the_run(
+    names, error, sentence, monkeypatch
+):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(error, match=sentence):
         trackers.names_of(names)
@@ -117,7 +119,7 @@ def test_a_mistake_is_one_sentence_before_anything_starts(names, error, sentence
 
 @pytest.mark.parametrize("uri", [None, "", "sqlite:///runs.db"])
 def test_mlflow_without_a_server_and_a_store_of_its_own_is_refused(uri, monkeypatch):
-    """mlflow-skinny has no SQLAlchemy, and only the log would say that nothing is recorded."""
+    """mlflow-skinny has no SQLAlchemy: it would record nothing and only log that."""
     installed = {"mlflow"}
     monkeypatch.setattr(
         trackers.importlib.util, "find_spec", lambda name: True if name in installed else None
@@ -134,13 +136,13 @@ def test_mlflow_without_a_server_and_a_store_of_its_own_is_refused(uri, monkeypa
     assert trackers.names_of("jsonl,mlflow") == ("jsonl", "mlflow")
 
 
-def test_names():
+def test_the_option_names_any_number_of_trackers():
     assert trackers.names_of("none") == ()
     assert trackers.names_of("jsonl") == ("jsonl",)
     assert TrainConfig(run=RunConfig()).run.tracker == "none"
 
 
-def words(folder, *options):
+def train_command(folder, *options):
     return [
         "train", "--data", "synthetic:400", "--model", "mlp", "--workers", "0", "--run-dir",
         str(folder), "--run.progress", "plain", *options,
@@ -148,7 +150,7 @@ def words(folder, *options):
 
 
 def test_a_run_writes_the_curves_of_tensorboard(tmp_path, capsys):
-    assert cli.main(words(tmp_path / "run", "--epochs", "2", "--tracker", "jsonl")) == 0
+    assert cli.main(train_command(tmp_path / "run", "--epochs", "2", "--tracker", "jsonl")) == 0
     lines = lines_of(tmp_path / "run")
     steps = [line["samples"] for line in lines]
     assert steps == sorted(steps)
@@ -161,8 +163,8 @@ def test_a_run_writes_the_curves_of_tensorboard(tmp_path, capsys):
 
 
 @pytest.fixture
-def servers(tmp_path, monkeypatch):
-    """The environment of both: files in a folder, no server."""
+def offline(tmp_path, monkeypatch):
+    """The environment of both libraries: they write files in a folder and need no server."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -197,7 +199,12 @@ def records_of(data, block=32_768, header=7):
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + header])
-        if kind not in (1, 2, 3, 4):  # whole, first, middle, last; the file was killed there
+        if kind not in (
+            1,
+            2,
+            3,
+            4,
+        ):  # whole, first, middle, last; else the program was killed there
             return
         record += data[at + header : at + header + length]
         at += header + length
@@ -208,10 +215,10 @@ def records_of(data, block=32_768, header=7):
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow", "ignore::DeprecationWarning")
-def test_a_run_that_was_killed_goes_on_as_the_same_run(tmp_path, servers):
+def test_a_killed_run_that_is_resumed_is_the_same_run_in_trackers(tmp_path, offline):
     folder = tmp_path / "run"
     options = ["--tracker", "mlflow,wandb,jsonl", "--checkpoint.every-epochs", "20"]
-    command = [sys.executable, "-m", "raydl", *words(folder, *options)]
+    command = [sys.executable, "-m", "raydl", *train_command(folder, *options)]
     with subprocess.Popen([*command, "--epochs", "99999"], stdout=subprocess.PIPE) as process:
         deadline = time.monotonic() + BOUND_S
         state = folder / "tracker-wandb.json"
@@ -248,23 +255,23 @@ def test_a_run_that_was_killed_goes_on_as_the_same_run(tmp_path, servers):
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow", "ignore::DeprecationWarning")
-def test_a_tracker_that_is_down_costs_the_run_nothing(tmp_path, monkeypatch):
+def test_a_tracker_that_is_down_does_not_affect_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     environment = {**os.environ, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "raydl", *words(tmp_path / "run", "--tracker", "mlflow")],
+        [sys.executable, "-m", "raydl", *train_command(tmp_path / "run", "--tracker", "mlflow")],
         capture_output=True, text=True, timeout=BOUND_S, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
-    assert "the curves in mlflow cannot be written (MLflow: " in said
-    assert "training continues, with a retry every" in said
-    assert "Traceback" not in said
+    output = done.stdout + done.stderr
+    assert "the curves in mlflow cannot be written (MLflow: " in output
+    assert "training continues, with a retry every" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow", "ignore::DeprecationWarning")
-def test_pictures_reach_the_trackers(tmp_path, servers):
+def test_pictures_reach_the_trackers(tmp_path, offline):
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("mlflow", "wandb"):

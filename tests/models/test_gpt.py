@@ -1,4 +1,4 @@
-"""The language models: causal, tied, and a model like any other to replicas and center."""
+"""Language models are causal, tie their embeddings, and train like other models."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def untrained(context=8, vocabulary=256):
 # the model
 
 
-def test_gpt2_counts_up_by_hand():
+def test_the_parameters_of_gpt2_are_counted_by_hand():
     block = 2 * 2 * 768 + (769 * 3 * 768 + 769 * 768) + (769 * 4 * 768 + (4 * 768 + 1) * 768)
     assert MODELS["gpt2"].num_parameters == 50257 * 768 + 1024 * 768 + 12 * block + 2 * 768
     assert MODELS["gpt2"].num_parameters == 124_439_808
@@ -58,7 +58,7 @@ def test_a_later_token_never_changes_an_earlier_logit():
         assert (after[:, at:] != before[:, at:]).any(2).all()
 
 
-def test_a_text_shorter_than_the_context_is_read_as_its_beginning():
+def test_a_text_shorter_than_the_context_has_the_logits_of_a_beginning():
     model = untrained()
     tokens = torch.randint(256, (2, 8))
     torch.testing.assert_close(model(tokens[:, :3]), model(tokens)[:, :3])
@@ -104,7 +104,7 @@ def test_heads_that_do_not_divide_the_width_are_refused_in_a_sentence():
         GPT((4,), 256, num_layers=1, num_heads=3, width=16)
 
 
-# through steps, exchanges and checkpoints
+# steps, exchanges and checkpoints
 
 
 def test_a_step_on_flat_tensors_is_that_of_plain_pytorch():
@@ -134,7 +134,7 @@ def run(method, **training):
 
 
 def loss_of(weights):
-    """Return the loss on the text with flat weights, after a way through a file."""
+    """Return the loss on the text with flat weights that were written to a file and read again."""
     flat = FlatModel(untrained())
     state = load(save(flat.state_dict_of(torch.tensor(weights), flat.buffers)))
     plain = untrained()
@@ -153,7 +153,7 @@ def test_the_loss_of_the_center_falls_on_a_text_and_it_loads_into_plain_pytorch(
     assert after < 0.5 * before
 
 
-def test_a_saved_center_holds_both_names_of_the_tied_weights_and_comes_back():
+def test_a_saved_center_has_both_names_of_the_tied_weights_and_can_be_loaded():
     flat = FlatModel(untrained())
     weights = torch.randn(flat.num_parameters)
     state = load(save(flat.state_dict_of(weights, flat.buffers)))

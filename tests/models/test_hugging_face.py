@@ -1,4 +1,4 @@
-"""A model of transformers in a local folder is trained, and the center is such a folder again."""
+"""A model of transformers is read from a local folder, and its center is written as one."""
 
 import json
 import pickle
@@ -43,7 +43,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def table(tmp_path):
-    """Rows of tokens; the label is whether the first one is a 7."""
+    """Rows of tokens, whose label is whether the first token is 7."""
     tokens = torch.randint(8, 32, (240, 6), generator=torch.Generator().manual_seed(0))
     tokens[::2, 0] = 7
     labels = (tokens[:, 0] == 7).long()
@@ -57,9 +57,9 @@ def test_a_classifier_is_trained_and_its_center_loads_as_a_folder(folders, table
     from transformers import AutoModelForSequenceClassification
 
     run = tmp_path / "run"
-    words = ["--model", f"hf:{folders}/bert", "--data", table, "--workers", "0", "--epochs", "12"]
-    words += ["--batch-size", "12", "--optimizer", "adamw", "--lr", "5e-3", "--run-dir", str(run)]
-    assert cli.main(["train", *words, "--run.progress", "none"]) == 0
+    options = ["--model", f"hf:{folders}/bert", "--data", table, "--workers", "0", "--epochs", "12"]
+    options += ["--batch-size", "12", "--optimizer", "adamw", "--lr", "5e-3", "--run-dir", str(run)]
+    assert cli.main(["train", *options, "--run.progress", "none"]) == 0
     accuracy = json.loads((run / "result.json").read_text())["center_accuracy"]
     assert accuracy > 0.95
     loaded = AutoModelForSequenceClassification.from_pretrained(run / "model").state_dict()
@@ -68,9 +68,9 @@ def test_a_classifier_is_trained_and_its_center_loads_as_a_folder(folders, table
     assert all(torch.equal(loaded[name], center[name]) for name in center)
     assert (run / "model/vocab.txt").read_text() == "one\n"
     capsys.readouterr()
-    assert cli.main(["evaluate", str(run)]) == 0  # no question: no code of the folder runs
+    assert cli.main(["evaluate", str(run)]) == 0  # without --trust: no code of the folder runs
     assert json.loads(capsys.readouterr().out)["accuracy"] == accuracy
-    again = [*words[2:], "--model", f"hf:{run}/model", "--run-dir", str(tmp_path / "again")]
+    again = [*options[2:], "--model", f"hf:{run}/model", "--run-dir", str(tmp_path / "again")]
     assert cli.main(["train", *again, "--epochs", "1", "--run.progress", "none"]) == 0
 
 
@@ -90,7 +90,7 @@ def test_a_language_model_predicts_its_own_tokens(folders):
 
 
 @pytest.mark.processes
-def test_a_column_label_counts_as_labels(folders):
+def test_a_column_named_label_is_used_as_labels(folders):
     task = HuggingFace(f"hf:{folders}/bert")
     model = task.build_model(None).eval()
     tokens, label = torch.randint(0, 32, (4, 8)), torch.tensor([0, 1, 1, 0])
@@ -100,7 +100,7 @@ def test_a_column_label_counts_as_labels(folders):
 
 
 @pytest.mark.processes
-def test_where_the_folder_is_not_the_model_has_its_form(folders, tmp_path):
+def test_without_the_folder_of_the_model_its_configuration_is_used(folders, tmp_path):
     shutil.copytree(folders / "bert", tmp_path / "bert")
     task = HuggingFace(f"hf:{tmp_path}/bert")
     here = task.build_model(None)
@@ -113,7 +113,7 @@ def test_where_the_folder_is_not_the_model_has_its_form(folders, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["BertForNothing", "BertTokenizer", "AutoModel"])
-def test_an_architecture_that_is_none_of_transformers_is_refused(folders, tmp_path, name):
+def test_an_architecture_that_transformers_does_not_have_is_refused(folders, tmp_path, name):
     config = json.loads((folders / "bert/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
     with pytest.raises(ConfigError, match=f"is a {name}, which is no model of transformers"):
@@ -121,7 +121,7 @@ def test_an_architecture_that_is_none_of_transformers_is_refused(folders, tmp_pa
 
 
 @pytest.mark.processes
-def test_weights_in_a_pickle_are_refused_with_what_to_do(folders, tmp_path):
+def test_weights_in_a_pickle_are_refused_with_advice(folders, tmp_path):
     folder = tmp_path / "bert"
     shutil.copytree(folders / "bert", folder)
     (folder / "adapter_config.json").write_text("{}")
@@ -152,7 +152,7 @@ def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path, co
         raydl.Trainer(f"hf:{tmp_path}", "digits")
 
 
-def test_without_transformers_the_sentence_says_what_to_install(tmp_path, monkeypatch):
+def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
 
     def missing(name):

@@ -1,4 +1,4 @@
-"""The models that have a name: their size, what they take, and how they go through an exchange."""
+"""Named models: their sizes, their inputs, and their batch norm in exchanges."""
 
 import pickle
 import re
@@ -70,9 +70,9 @@ LIGHT = [
 
 
 def logits_on_meta(name, shape, num_classes):
-    """Return logits of two pictures from a model that holds no numbers."""
+    """Return logits of two pictures from a model on the meta device."""
     with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-        for draw in ("normal_", "uniform_"):  # which takes long in Python, and draws nothing
+        for draw in ("normal_", "uniform_"):  # slow in Python, and without effect there
             patch.setattr(torch.Tensor, draw, lambda tensor, *_, **__: tensor)
         return MODELS[name].build(shape, num_classes).eval()(torch.empty(2, *shape))
 
@@ -82,7 +82,7 @@ def test_a_model_has_the_published_number_of_parameters(name):
     assert MODELS[name].num_parameters == PUBLISHED[name]
 
 
-def test_the_published_googlenet_counts_up_by_hand():
+def test_the_parameters_of_googlenet_are_counted_by_hand():
     stem = (3 * 49 + 1) * 64 + (64 + 1) * 64 + (64 * 9 + 1) * 192
     block_3a = 193 * (64 + 96 + 16 + 32) + (96 * 9 + 1) * 128 + (16 * 25 + 1) * 32
     with torch.device("meta"):
@@ -107,7 +107,7 @@ def test_pictures_need_not_be_square(name):
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_the_smallest_pictures_pass_and_smaller_ones_are_refused_in_a_sentence(name):
+def test_the_smallest_pictures_are_accepted_and_smaller_ones_are_refused_in_a_sentence(name):
     smallest = SMALLEST.get(name, 1)
     assert logits_on_meta(name, (3, smallest, smallest), 7).shape == (2, 7)
     if smallest > 1:
@@ -119,7 +119,7 @@ def test_the_smallest_pictures_pass_and_smaller_ones_are_refused_in_a_sentence(n
 
 @pytest.mark.parametrize("side", [8, 28, 32])
 @pytest.mark.parametrize("name", [n for n in PICTURES if MODELS[n].made_for[0][1] < 224])
-def test_a_small_form_takes_the_sizes_of_digits_mnist_and_cifar(name, side):
+def test_a_small_model_accepts_the_sizes_of_digits_mnist_and_cifar(name, side):
     assert logits_on_meta(name, (1, side, side), 10).shape == (2, 10)
 
 
@@ -206,7 +206,7 @@ def test_lenet5_pads_digits_of_28_to_32():
     torch.testing.assert_close(small(images), large(functional.pad(images, (2, 2, 2, 2))))
 
 
-# batch norm, through an exchange
+# batch norm in exchanges
 
 
 def run_with_batch_norm(method):
@@ -253,7 +253,7 @@ def test_a_center_with_batch_norm_loads_into_plain_pytorch_under_the_models_own_
     names = list(model.state_dict())
     images = torch.randn(4, 1, 8, 8)
     flat = FlatModel(model)
-    model(images)  # one step of the statistics
+    model(images)  # updates the statistics once
     state = flat.state_dict_of(flat.weights, flat.buffers)
     plain = MODELS["resnet20"].build((1, 8, 8), 3)
     plain.load_state_dict(state)
@@ -262,7 +262,7 @@ def test_a_center_with_batch_norm_loads_into_plain_pytorch_under_the_models_own_
     assert torch.equal(plain.eval()(images), model.eval()(images))
 
 
-# names that the table does not hold
+# names that are not in the table
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_torchvision_is_imported_only_if_it_is_named(monkeypatch):
 
 @pytest.fixture
 def torchvision(monkeypatch):
-    """A stand-in with one model, which takes pictures of three channels as torchvision's do."""
+    """A fake torchvision with one model for pictures of three channels."""
 
     def get_model(name, *, weights, num_classes, **settings):
         assert weights is None
@@ -333,7 +333,7 @@ def test_a_model_of_torchvision_fits_the_channels_and_classes(torchvision, name,
     assert (model[0][0].stride, model[0][0].bias) == ((2, 2), None)
 
 
-def test_a_model_that_torchvision_lacks_names_the_nearest(torchvision):
+def test_the_error_for_an_unknown_model_of_torchvision_lists_the_nearest(torchvision):
     with pytest.raises(UnknownNameError, match="'squeezenet11'; did you mean squeezenet1_1"):
         models.find("torchvision:squeezenet11")
 
@@ -345,7 +345,7 @@ def test_a_factory_can_be_pickled(torchvision, name):
     assert getattr(again, "func", again) is getattr(found, "func", found)
 
 
-def test_the_docs_hold_the_table_as_it_is(root):
+def test_the_docs_have_the_current_table_of_models(root):
     text = (root / "docs/models.md").read_text()
     documented = re.findall(
         r"^\| `([\w-]+)` \| (.+?) \| (.+?) \| ([\d,]+) \| (.+?) \|$", text, re.M
@@ -362,8 +362,8 @@ def test_the_docs_hold_the_table_as_it_is(root):
     ]
 
 
-class Numbers(nn.Module):
-    """One weight, and an output of whatever kind."""
+class ModelWithOutput(nn.Module):
+    """A model of one weight with a given output."""
 
     def __init__(self, output):
         super().__init__()
@@ -392,13 +392,13 @@ def fails(x):
             ShapeError,
             r"logits of shape \[2, 10\] for 2 samples of 10 classes, got shape \[2, 3\]$",
         ),
-        (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "got a tuple$"),
+        (lambda shape, classes: ModelWithOutput(lambda x: (x, x)), ShapeError, "got a tuple$"),
         (
             lambda shape, classes: nn.Linear(3, 10),
             ShapeError,
             "does not accept 1x8x8 pictures of 10",
         ),
-        (lambda shape, classes: Numbers(fails), KeyError, "no such key"),
+        (lambda shape, classes: ModelWithOutput(fails), KeyError, "no such key"),
     ],
 )
 def test_a_custom_model_that_does_not_fit_is_refused_before_anything_starts(

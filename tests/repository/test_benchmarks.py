@@ -180,15 +180,15 @@ def test_every_figure_beside_other_libraries_is_one_that_its_benchmark_writes(ro
 
 
 @pytest.mark.parametrize(
-    ("words", "command"),
+    ("arguments", "command"),
     [
         ("--out /a/b --quick", "python -m benchmarks.bench --quick"),
         ("--repeats 2 --out=results", "python -m benchmarks.bench --repeats 2"),
         ("--out results", "python -m benchmarks.bench"),
     ],
 )
-def test_the_command_of_a_report_has_no_path_of_the_machine(words, command, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench", *words.split()])
+def test_the_command_of_a_report_has_no_path_of_the_machine(arguments, command, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench", *arguments.split()])
     assert Report.of_command("bench", argparse.Namespace(quick=False)).command == command
 
 
@@ -233,8 +233,8 @@ def test_ranks_share_each_step_of_an_epoch_without_repeating_a_sample():
     assert (epoch, positions.tolist()) == (1, [2, 3])
 
 
-class InMemory:
-    """Stores states in memory."""
+class MemoryStore:
+    """A store that keeps states in memory."""
 
     def __init__(self) -> None:
         self.states = []
@@ -247,7 +247,7 @@ class InMemory:
 
 
 def test_a_peer_in_one_process_is_torchs_sgd_on_the_batches_of_raydl():
-    data, store = load("synthetic:128x1x8x8", seed=3), InMemory()
+    data, store = load("synthetic:128x1x8x8", seed=3), MemoryStore()
     settings = Settings(samples=256, lr=0.1, warmup=0.0, seed=3, checkpoint_every=256)
     result = Run(settings, data, wrap=unwrapped, store=store).train()
     assert (result["steps"], result["samples"], result["ranks"]) == (4, 256, 1)
@@ -293,7 +293,7 @@ def test_a_peer_learns_evaluates_periodically_and_stops_at_an_accuracy(tmp_path)
 def test_a_peer_resumed_from_its_checkpoint_trains_the_same_bits():
     data = load("synthetic:256x1x8x8", seed=0)
     settings = Settings(samples=1024, lr=0.05, momentum=0.9, checkpoint_every=512)
-    store = InMemory()
+    store = MemoryStore()
     whole = Run(settings, data, wrap=unwrapped, store=store)
     whole.train()
     last = store.states.pop()
@@ -397,7 +397,7 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     assert used[1] < 0.4 + 0.05
 
 
-def test_a_forward_pass_without_a_gradient_notes_no_step(tmp_path, monkeypatch):
+def test_a_forward_pass_without_a_gradient_records_no_step(tmp_path, monkeypatch):
     monkeypatch.setenv(watching.FOLDER, str(tmp_path))
     model, pictures = watching.lenet((1, 28, 28), 10), torch.zeros(4, 1, 28, 28)
     loss = model(pictures).sum()

@@ -29,7 +29,7 @@ print((time.perf_counter() - start) / num_bytes)
 SEND = """
 import socket, sys
 connection = socket.create_connection((sys.argv[1], 5000))
-connection.recv(1)  # its clock runs
+connection.recv(1)  # the receiver has started its clock
 connection.sendall(bytes(int(sys.argv[2])))
 """
 STAY = """
@@ -72,15 +72,15 @@ def sent_once(hosts, source, target, num_bytes):
     return float(receiver.communicate(timeout=BOUND_S)[0])
 
 
-def processes(words):
-    """Return the processes of this machine whose command contains some words."""
-    return processes_that(lambda pid: words in " ".join(command_of(pid)))
+def processes(text):
+    """Return the processes of this machine whose command contains a text."""
+    return processes_that(lambda pid: text in " ".join(command_of(pid)))
 
 
 def network():
     """Return this machine's own devices, addresses, routes and queues."""
     commands = ("ip -o link", "ip -o address", "ip route", "tc qdisc")
-    return [subprocess.check_output(words.split(), text=True) for words in commands]
+    return [subprocess.check_output(line.split(), text=True) for line in commands]
 
 
 @pytest.mark.parametrize(("mbit", "mtu"), [(10, 1500), (40, 1500), (40, 9000)])
@@ -141,7 +141,9 @@ def test_a_host_lists_its_processes_by_their_ids_outside_without_the_keeper(perm
         assert hosts.processes(1) == {}
         process = hosts.popen(1, ["sleep", "98.6"])
         deadline = time.monotonic() + BOUND_S
-        while not (found := [p for p, said in hosts.processes(1).items() if "sleep 98.6" in said]):
+        while not (
+            found := [p for p, command in hosts.processes(1).items() if "sleep 98.6" in command]
+        ):
             assert time.monotonic() < deadline
         assert hosts.processes(0) == {}
         os.kill(found[0], signal.SIGKILL)
@@ -152,8 +154,8 @@ def test_a_host_lists_its_processes_by_their_ids_outside_without_the_keeper(perm
 
 def test_a_program_in_a_host_has_the_environment_and_its_failure_raises(permitted):
     with Hosts(1, mbit=100) as hosts:
-        said = hosts.run(0, ["sh", "-c", "echo $HOME $A"], env={"A": "b"}, timeout_s=BOUND_S)
-        assert said.split() == [os.environ["HOME"], "b"]
+        output = hosts.run(0, ["sh", "-c", "echo $HOME $A"], env={"A": "b"}, timeout_s=BOUND_S)
+        assert output.split() == [os.environ["HOME"], "b"]
         with pytest.raises(subprocess.CalledProcessError) as failure:
             hosts.run(0, ["sh", "-c", "echo why; exit 3"], timeout_s=BOUND_S)
         assert (failure.value.returncode, failure.value.output) == (3, "why\n")
@@ -171,18 +173,18 @@ def test_hosts_do_not_change_this_machines_network_and_several_may_exist(permitt
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_no_process_remains_however_the_hosts_end(permitted, root, tmp_path, number):
-    words = f"tail -f {tmp_path / 'x'}"
+    command = f"tail -f {tmp_path / 'x'}"
     (tmp_path / "x").touch()
     maker = subprocess.Popen(
-        [sys.executable, "-c", STAY, words], cwd=root, text=True,
+        [sys.executable, "-c", STAY, command], cwd=root, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert maker.stdout.readline() == "up\n"
-    assert processes(words)
+    assert processes(command)
     maker.send_signal(number)
     maker.communicate(timeout=BOUND_S)
     deadline = time.monotonic() + BOUND_S
-    while left := processes(words):
+    while left := processes(command):
         assert time.monotonic() < deadline, f"processes remain: {left}"
 
 

@@ -29,17 +29,17 @@ UNTRAINED_LOSS = math.log(10)
 
 def run_job(name, *options):
     """Run a file of jobs/ in its own process and return its output."""
-    words = [sys.executable, str(ROOT / "jobs" / name), *map(str, options)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    command = [sys.executable, str(ROOT / "jobs" / name), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_every_job_says_its_command_result_time_and_hardware(root):
+def test_every_job_documents_its_command_result_time_and_hardware(root):
     for path in (root / "jobs").glob("*.py"):
         text = path.read_text()
-        for word in ("Command:", "Expected:", "Time:", "Hardware:"):
-            assert re.search(rf"^{word} +\S", text, flags=re.M), (path.name, word)
+        for label in ("Command:", "Expected:", "Time:", "Hardware:"):
+            assert re.search(rf"^{label} +\S", text, flags=re.M), (path.name, label)
         assert f"jobs/{path.name}" in text
 
 
@@ -47,7 +47,7 @@ def test_every_job_says_its_command_result_time_and_hardware(root):
 def test_a_job_and_the_processes_that_it_starts_import_raydl_from_any_folder(
     before, root, monkeypatch
 ):
-    """Of the driver's path, workers have only the script's and the current folder."""
+    """Of the driver's path, workers get only the folder of the script and the current folder."""
     for path in (root / "jobs").glob("*.py"):
         [lines] = re.findall(r"^sys\.path.*\nos\.environ.*\n", path.read_text(), flags=re.M)
         monkeypatch.setattr(sys, "path", ["/elsewhere"])
@@ -96,18 +96,18 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
 )
 def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence, capsys):
     assert cli.main(["weak-scaling", *options]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {sentence}")
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {sentence}")
+    assert error.count("\n") == 1
 
 
-# real jobs
+# Ray jobs
 
 
 def processes_naming(text):
     """Return the ids of all processes whose command line or environment contains a text."""
     others = processes_that(
-        lambda pid: any(text in words for words in command_of(pid) + environment_of(pid))
+        lambda pid: any(text in part for part in command_of(pid) + environment_of(pid))
     )
     return [pid for pid in others if pid != os.getpid()]
 
@@ -157,18 +157,18 @@ class Head:
             time.sleep(0.1)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def start(self, *words, log):
+    def start(self, *command, log):
         """Start a command on this head, from the project's folder."""
         with log.open("a") as file:
             return subprocess.Popen(
-                words, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT
+                command, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT
             )
 
-    def call(self, *words):
+    def call(self, *command):
         """Run a command that must succeed and return its output."""
         log = self.home / "call.log"
         log.unlink(missing_ok=True)
-        status = self.start(*words, log=log).wait(BOUND_S)
+        status = self.start(*command, log=log).wait(BOUND_S)
         assert status == 0, log.read_text()
         return log.read_text()
 
@@ -176,8 +176,8 @@ class Head:
     def submit(self, name, *options, own=()):
         """Run ``raydl submit``, which follows its job, and yield (process, log)."""
         log = self.home / f"{name}.log"
-        words = ["raydl", "submit", "--run-name", name, *own, "--", *options]
-        process = self.start(*words, log=log)
+        command = ["raydl", "submit", "--run-name", name, *own, "--", *options]
+        process = self.start(*command, log=log)
         try:
             yield process, log
         finally:
@@ -203,10 +203,10 @@ def result_of(run):
 
 
 def options_for(epochs):
-    """Return the options of a training that is long enough to be interrupted, and mostly sleeps."""
-    words = f"--data digits --model origins:model --workers 1 --epochs {epochs}"
-    words += " --checkpoint.every-s 1"
-    return words.split()
+    """Return the options of a run that lasts long enough to be interrupted and mostly sleeps."""
+    options = f"--data digits --model origins:model --workers 1 --epochs {epochs}"
+    options += " --checkpoint.every-s 1"
+    return options.split()
 
 
 class TestRealJobs:
@@ -214,9 +214,9 @@ class TestRealJobs:
 
     def test_a_checkout_is_submitted_as_in_the_readme_and_evaluated(self, head, tmp_path):
         submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
-        words = ["--data", "digits", "--model", "mlp", "--workers", "1", "--epochs", "3"]
+        options = ["--data", "digits", "--model", "mlp", "--workers", "1", "--epochs", "3"]
         head.call(
-            *submit, "jobs/train.py", *words, "--storage-path", str(tmp_path),
+            *submit, "jobs/train.py", *options, "--storage-path", str(tmp_path),
             "--run-dir", "runs/digits",
         )  # fmt: skip
         result = result_of(tmp_path / "digits")
@@ -250,7 +250,7 @@ class TestRealJobs:
         assert "SIGTERM: stopping after this round, with a checkpoint" in again.read_text()
         assert result_of(run)["stopped_by"] == "SIGTERM"
         checkpoint, sentences = CheckpointStore(Storage(str(run))).read()
-        assert not sentences, "it is whole"
+        assert not sentences, "the checkpoint is intact"
         samples = checkpoint.state["ledger"]["num_samples"]
         epochs = int(result_of(run)["samples"] / samples) + 3
         with head.submit("killed", *options_for(epochs), "--resume") as (process, log):
@@ -262,7 +262,10 @@ class TestRealJobs:
     def test_a_client_without_a_token_or_a_cluster_gets_one_sentence(self, head, tmp_path):
         bare = {**head.environment, "HOME": str(tmp_path)}
         nowhere = {**head.environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{free_port()}"}
-        for environment, words in ((bare, "requires a token"), (nowhere, "no Ray cluster answers")):
+        for environment, sentence in (
+            (bare, "requires a token"),
+            (nowhere, "no Ray cluster answers"),
+        ):
             done = subprocess.run(
                 ["raydl", "submit", "--", "--epochs", "1"],
                 env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_S,
@@ -270,5 +273,5 @@ class TestRealJobs:
             )  # fmt: skip
             assert done.returncode == 2
             assert done.stderr.startswith("error: ")
-            assert words in done.stderr
+            assert sentence in done.stderr
             assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The notebooks of the docs run from top to bottom, and show what they promise."""
+"""The notebooks of the docs run from top to bottom and have the described results."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ def run(name, folder):
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(timeout=BOUND_S)
         finally:
-            if status is None:  # it hangs, or this test was interrupted
+            if status is None:  # the notebook hangs, or this test was interrupted
                 kill_with_descendants([process.pid])
     assert status == 0, log.read_text()
     return nbformat.read(folder / "executed.ipynb", as_version=4)

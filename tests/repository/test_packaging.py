@@ -1,4 +1,4 @@
-"""The wheel and the source distribution hold what a user needs, and nothing else."""
+"""The wheel and the source distribution have the files that a user needs and no others."""
 
 import os
 import re
@@ -16,7 +16,7 @@ BOUND_S = 200
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """The folder of both, built from a copy of the files of the repository."""
+    """The folder of both distributions, built from a copy of the repository."""
     from repository import ROOT
 
     source, out = (tmp_path_factory.mktemp(name) for name in ("source", "dist"))

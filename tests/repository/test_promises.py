@@ -47,7 +47,7 @@ def modules(root):
 
 @functools.cache
 def tree_of(path):
-    """Return the syntax tree of a file, which several tests look at."""
+    """Return the syntax tree of a file; it is cached for several tests."""
     return ast.parse(path.read_text())
 
 
@@ -104,20 +104,20 @@ def test_the_arithmetic_uses_no_clock_and_no_randomness(root, name):
 
 
 def test_no_file_is_unpickled(root):
-    """Files of a run or of data may come from others: unpickling would run their code."""
+    """Files of runs and data may come from other people: unpickling would run their code."""
     safe = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
     found = []
     for _, path in modules(root):
         if path in (root / "raydl/data/map_style.py", root / "raydl/data/iterable_style.py"):
-            continue  # their pickles go from a worker to its own processes, and through no file
+            continue  # they pickle only for processes of the same worker, not into files
         assert not {m for m, _ in imports(path)} & {"pickle", "dill", "cloudpickle", "joblib"}, path
         for node in ast.walk(tree_of(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert not called.endswith(("pickle.load", "pickle.loads", "unsafe_load")), path
             if called in safe:
                 name, value = safe[called]
-                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                assert given.get(name) == str(value), f"{called} in {path}"
+                keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert keywords.get(name) == str(value), f"{called} in {path}"
                 found.append(called)
     assert set(found) == set(safe)
 
@@ -213,8 +213,8 @@ def test_the_make_targets_of_the_readme_exist(root):
 
 def test_the_readme_and_make_train_say_how_to_activate_the_environment(root):
     readme = (root / "README.md").read_text()
-    told = readme.index("\n. .venv/bin/activate\n")
-    assert readme.index("\nmake train") < told < readme.index("\nraydl train")
+    activation = readme.index("\n. .venv/bin/activate\n")
+    assert readme.index("\nmake train") < activation < readme.index("\nraydl train")
     makefile = (root / "Makefile").read_text()
     [recipe] = re.findall(r"^train:.*\n((?:\t.*\n)+)", makefile, flags=re.M)
     last = recipe.splitlines()[-1]
@@ -251,7 +251,7 @@ def test_the_eight_time_parts_are_eight():
 TEXTS = {".md", ".py", ".yaml", ".yml", ".toml", ".txt", ""}
 
 
-def files_that_people_read():
+def text_files():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -266,10 +266,10 @@ def requirements_of(line):
 
 
 def test_no_command_installs_the_foreign_package_named_raydl():
-    """On the package index ``raydl`` is another project."""
+    """``raydl`` on the package index is another project."""
     lines = [
         (path, line)
-        for path in files_that_people_read()
+        for path in text_files()
         for line in path.read_text().splitlines()
         if "pip install" in line
     ]

@@ -32,12 +32,12 @@ PAGES = [
 ]
 
 RESULTS = {"docs/attach.md": lambda names: 0 < names["saved"]["loss"] < 0.1}
-"""What holds after the snippets of a page; here the replicas under Ray Train have learned."""
+"""Checks after the snippets of a page; here the replicas under Ray Train have learned."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with the table for the snippets."""
+    """The working folder of the snippets, with their table."""
     features = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
     table = pa.table({"features": list(features), "target": features.sum(1)})
     pq.write_table(table, tmp_path / "table.parquet", row_group_size=50)
@@ -55,7 +55,7 @@ def fit_here(self, fit):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
-    # Runs without a setting for workers train in this process, and those without a length for two
+    # Runs without a number of workers train in this process, and those without a length take two
     # epochs, which is faster.
     monkeypatch.setattr(trainer.Trainer, "fit", partialmethod(fit_here, trainer.Trainer.fit))
     snippets = re.findall(r"^```python\n(.*?)^```", (root / page).read_text(), re.M | re.S)

@@ -1,4 +1,4 @@
-"""Comparisons, with fake runs for the decisions and a real one in this process."""
+"""Comparisons with fake runs, and one with real runs in this process."""
 
 import dataclasses
 import json
@@ -35,23 +35,23 @@ def make(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base=BASE, targ
 
 
 class FakeFit:
-    """Writes the folder of a run like the trainer; ``answers`` has figures or errors."""
+    """A fake trainer that writes the folder of a run; ``results`` has figures or errors by run."""
 
-    def __init__(self, answers=None):
-        self.answers = answers or {}
+    def __init__(self, results=None):
+        self.results = results or {}
         self.done = []
 
     def __call__(self, config):
         key = (config.method.name, config.training.seed)
         self.done.append(key)
-        answer = self.answers.get(key, self.answers.get(key[0], figures()))
+        result = self.results.get(key, self.results.get(key[0], figures()))
         folder = Path(config.run.run_dir)
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({"config": to_dict(config), "versions": {}}))
-        if isinstance(answer, BaseException):
-            raise answer
-        (folder / "result.json").write_text(json.dumps(answer))
-        return answer
+        if isinstance(result, BaseException):
+            raise result
+        (folder / "result.json").write_text(json.dumps(result))
+        return result
 
 
 def report(tmp_path):
@@ -124,7 +124,7 @@ def test_missing_data_are_reported_before_the_first_run(tmp_path):
 @pytest.mark.usefixtures("no_pictures")
 def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
     fit = FakeFit({("async-easgd", 0): NonFiniteLossError("w1", 7, math.nan)})
-    fit.answers["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
+    fit.results["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
     assert compare(make(tmp_path), fit=fit) == 1
     assert len(fit.done) == 4
     text = report(tmp_path)
@@ -271,7 +271,7 @@ def test_the_charts_have_the_methods_in_the_order_of_the_table(tmp_path, monkeyp
 
 
 def rows_of_hparams(folder):
-    """Return (settings, figures, columns) of the only row in a run's folder."""
+    """Return (settings, figures, columns) of the only HParams row in a run's folder."""
     (path,) = folder.glob("*.compare")
     accumulator = EventAccumulator(str(path)).Reload()
     plugin = accumulator.summary_metadata
@@ -290,7 +290,7 @@ def rows_of_hparams(folder):
 @pytest.mark.usefixtures("no_pictures")
 def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     fit = FakeFit({("async-easgd", 0): RuntimeError("a bad day")})
-    fit.answers["sync-easgd", 1] = figures(accuracies=(0.5, 0.6))
+    fit.results["sync-easgd", 1] = figures(accuracies=(0.5, 0.6))
     assert compare(make(tmp_path), fit=fit) == 1
     assert compare(make(tmp_path), fit=fit) == 1  # again: no second row
     out = tmp_path / "out"
@@ -307,8 +307,8 @@ def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
 
 def test_options_of_train_apply_to_all_runs():
     options = ["--methods", "diloco", "--seeds", "4", "--samples", "9", "--exchange.timeout-s", "7"]
-    words = [*options, "--workers", "4", "--target", "0.9"]
-    found = parse_own(Comparison, words, prog="raydl compare")
+    arguments = [*options, "--workers", "4", "--target", "0.9"]
+    found = parse_own(Comparison, arguments, prog="raydl compare")
     assert (found.methods, found.seeds, found.target) == ("diloco", 4, 0.9)
     assert found.base.training.samples == 9
     assert found.base.scaling.num_workers == 4

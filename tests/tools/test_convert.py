@@ -62,7 +62,7 @@ def make_hub(folder):
 
 
 def make_other_names(folder):
-    """Like some sets of the hub: other column names, pictures without a struct, no class names."""
+    """Like some sets of the hub: other column names, plain bytes as pictures, no class names."""
     cells = pa.array([png(p) for p in pictures(24)], pa.large_binary())
     table = pa.table({"img": cells, "fine_label": pa.array(rows(24), pa.int32()), "more": rows(24)})
     pq.write_table(table, folder / "a.parquet", row_group_size=10)
@@ -129,7 +129,7 @@ def groups_of(folder):
 def test_a_converted_source_loads_bit_for_bit_like_the_source(source, tmp_path, kind):
     path, out = source(kind), tmp_path / "out"
     convert(path, str(out), SMALL)
-    for seed in (0, 5):  # a source without a test part is split equally, for any seed
+    for seed in (0, 5):  # a source without a test part is split alike, for any seed
         assert_same(load(path, seed=seed), load(str(out), seed=seed))
 
 
@@ -233,11 +233,11 @@ def test_one_large_row_group_is_never_in_memory_as_a_whole(tmp_path):
 # atomicity
 
 
-@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("target_exists", [False, True])
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_a_conversion_that_fails_leaves_nothing(source, tmp_path, is_there, error):
+def test_a_failed_conversion_leaves_no_files(source, tmp_path, target_exists, error):
     path, out = source("idx"), tmp_path / "new/out"
-    if is_there:
+    if target_exists:
         out.mkdir(parents=True)
 
     def fail(part, num_done, num_rows):
@@ -247,36 +247,36 @@ def test_a_conversion_that_fails_leaves_nothing(source, tmp_path, is_there, erro
     expected = DataError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         convert(path, str(out), SMALL, on_rows=fail)
-    assert [*out.parent.iterdir()] == ([out] if is_there else [])
-    assert not is_there or [*out.iterdir()] == []
+    assert [*out.parent.iterdir()] == ([out] if target_exists else [])
+    assert not target_exists or [*out.iterdir()] == []
     convert(path, str(out), SMALL)
     assert_same(load(path), load(str(out)))
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_the_remains_of_a_killed_conversion_are_not_loaded(source, tmp_path, is_there):
+@pytest.mark.parametrize("target_exists", [False, True])
+def test_the_remains_of_a_killed_conversion_are_not_loaded(source, tmp_path, target_exists):
     path, out, kept = source("idx"), tmp_path / "out", tmp_path / "kept"
-    if is_there:
+    if target_exists:
         out.mkdir()
     seen = []
 
-    def look(part, num_done, num_rows):
-        """Test the state that would remain if the process were killed now."""
+    def check_remains(part, num_done, num_rows):
+        """Check the files that would remain if the process were killed now."""
         hidden = tmp_path / f".out{UNFINISHED}"
-        place = out if is_there else hidden
-        assert out.exists() == is_there
+        place = out if target_exists else hidden
+        assert out.exists() == target_exists
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(place, kept)
-        if is_there:
+        if target_exists:
             with pytest.raises(DataError, match=r"is incomplete|holds no data set"):
                 load(str(kept))
         seen.append(num_done)
         with pytest.raises(DataError, match="or was interrupted; if none is running, delete it"):
             convert(path, str(out))
 
-    convert(path, str(out), SMALL, on_rows=look)
+    convert(path, str(out), SMALL, on_rows=check_remains)
     assert len(seen) == 13
-    if is_there:
+    if target_exists:
         with pytest.raises(DataError, match=r"kept: is incomplete: its \.unfinished shows"):
             load(f"{kept}/*.parquet")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out", "source"]
@@ -298,7 +298,7 @@ def test_a_conversion_to_an_object_store_is_atomic(bucket, tmp_path):
     uri = bucket.format("new/digits")
     storage = Storage(uri)
 
-    def cut(part, num_done, num_rows):
+    def interrupt(part, num_done, num_rows):
         if (part, num_done) == ("test", 359):
             assert storage.list_dir("") == [UNFINISHED, "train-00000-of-00001.parquet"]
             with pytest.raises(DataError, match=r"new/digits\?.*: is incomplete: its .unfinished"):
@@ -308,7 +308,7 @@ def test_a_conversion_to_an_object_store_is_atomic(bucket, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert("digits", uri, on_rows=cut)
+        convert("digits", uri, on_rows=interrupt)
     assert storage.list_dir("") == []
     convert("digits", uri)
     assert_same(load("digits"), load(uri))
@@ -405,10 +405,10 @@ def test_a_conversion_that_is_refused_gives_one_sentence_and_changes_nothing(
 
 
 def test_settings_out_of_range_are_refused(capsys):
-    for words in (["--rows-per-group", "0"], ["--rows-per-file", "0"], ["--seed", "-1"]):
-        assert cli.main(["data", "convert", "digits", "out", *words]) == 2
+    for options in (["--rows-per-group", "0"], ["--rows-per-file", "0"], ["--seed", "-1"]):
+        assert cli.main(["data", "convert", "digits", "out", *options]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {words[0][2:].replace('-', '_')} must be ")
+        assert error.startswith(f"error: {options[0][2:].replace('-', '_')} must be ")
     with pytest.raises(DataError, match="is copied in its own order; omit --shuffle"):
         convert("digits", "out", ConvertConfig(shuffle=True))
 
@@ -574,19 +574,19 @@ def test_the_commands_of_data_are_listed_and_the_nearest_one_is_suggested(capsys
 def test_the_commands_of_the_page_are_valid(root, monkeypatch):
     text = (root / "docs/data.md").read_text()
     lines = [line.split("#")[0].split() for line in text.splitlines()]
-    shown = [words[2:] for words in lines if words[:2] == ["raydl", "data"]]
-    assert {words[0] for words in shown} == {"info", "convert"}
-    asked, known = [], inspect("digits")
+    commands = [words[2:] for words in lines if words[:2] == ["raydl", "data"]]
+    assert {words[0] for words in commands} == {"info", "convert"}
+    calls, info = [], inspect("digits")
     monkeypatch.setattr(
-        "raydl.tools.data_info.inspect", lambda *words: asked.append(words) or known
+        "raydl.tools.data_info.inspect", lambda *arguments: calls.append(arguments) or info
     )
     monkeypatch.setattr(
-        "raydl.tools.convert.convert", lambda *words, **_: asked.append(words) or []
+        "raydl.tools.convert.convert", lambda *arguments, **_: calls.append(arguments) or []
     )
-    for words in shown:
+    for words in commands:
         assert cli.main(["data", *words]) == 0
-    assert asked[0] == ("digits",)
-    assert asked[-1][2] == ConvertConfig(rows_per_group=500, shuffle=True)
+    assert calls[0] == ("digits",)
+    assert calls[-1][2] == ConvertConfig(rows_per_group=500, shuffle=True)
 
 
 def test_the_options_of_convert_have_the_defaults_of_the_settings():

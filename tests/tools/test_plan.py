@@ -1,4 +1,4 @@
-"""The cost model, worked by hand, at its limits, against SC17, and against measured runs."""
+"""The cost model is checked by hand, at its limits, with SC17 and with measured runs."""
 
 import dataclasses
 import json
@@ -230,7 +230,7 @@ def test_weak_scaling_to_64_nodes_is_beyond_what_sc17_measured():
 # against measured runs
 
 
-class Wire:
+class SlowLink:
     """A link whose messages take at least a + S b seconds, like a slow line."""
 
     def __init__(self, link, latency_s, seconds_per_byte):
@@ -293,9 +293,9 @@ def test_measured_rounds_take_the_predicted_time(num_workers):
     step_s, period = 0.025, 2
 
     def act(link):
-        wire = Wire(link, 4e-3, 1e-8)
-        network = measure_network(wire, range(num_workers))
-        reducer = AdaptiveAllreduce(wire, range(num_workers), "auto")
+        slow_link = SlowLink(link, 4e-3, 1e-8)
+        network = measure_network(slow_link, range(num_workers))
+        reducer = AdaptiveAllreduce(slow_link, range(num_workers), "auto")
         weights, times = torch.zeros(LENET_BYTES // 4), {False: [], True: []}
         for overlaps in (False, True) * 8:
             start = time.perf_counter()
@@ -442,7 +442,7 @@ def test_every_named_method_can_be_planned(method, capsys):
 
 
 class InTurn(Elastic):
-    """A user's rule whose workers exchange in rank order."""
+    """A custom rule whose workers exchange in rank order."""
 
     strategy = "round_robin"
 
@@ -513,8 +513,8 @@ def test_a_users_network_needs_only_its_size_and_step_time(capsys):
 )
 def test_wrong_options_give_one_sentence(capsys, options, sentence):
     has_step = "--step-s" in options or "--parameters" in options
-    given = options if has_step else [*options, "--step-s", "0.01"]
-    assert cli.main(["plan", *given]) == 2
+    arguments = options if has_step else [*options, "--step-s", "0.01"]
+    assert cli.main(["plan", *arguments]) == 2
     text = capsys.readouterr().err
     assert text.startswith(f"error: {sentence}")
     assert text.count("\n") == 1
@@ -557,8 +557,8 @@ def test_the_commands_of_the_planning_page_are_valid(root, capsys):
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     commands = [line.split() for line in lines if line.startswith("raydl plan")]
     assert commands
-    for words in commands:
-        step = [] if "--step-s" in words else ["--step-s", "0.01"]
-        out = words.index("--out") if "--out" in words else len(words)
-        assert cli.main([*words[1:out], *step]) == 0
+    for command in commands:
+        step = [] if "--step-s" in command else ["--step-s", "0.01"]
+        out = command.index("--out") if "--out" in command else len(command)
+        assert cli.main([*command[1:out], *step]) == 0
     capsys.readouterr()

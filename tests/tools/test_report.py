@@ -1,4 +1,4 @@
-"""The report of a run is one page with the content of its folder, and fetches nothing."""
+"""The report of a run is one page with the content of its folder and no external resources."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from raydl.tools.report.html import element, table
 from raydl.tools.report.sections import byte_size, duration
 from raydl.tools.report.style import CSS
 
-# a page, parsed like in a browser
+# the page of a run, parsed as in a browser
 
 
 def test_the_parser_detects_a_tag_that_is_not_closed():
@@ -28,10 +28,10 @@ def test_the_parser_detects_a_tag_that_is_not_closed():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A tiny run without Ray."""
+    """The folder of a tiny run without Ray."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    words = f"train --data digits --workers 0 --model mlp --epochs 3 --run-dir {folder}"
-    assert cli.main([*words.split(), "--run.progress", "none"]) == 0
+    command = f"train --data digits --workers 0 --model mlp --epochs 3 --run-dir {folder}"
+    assert cli.main([*command.split(), "--run.progress", "none"]) == 0
     return folder
 
 
@@ -226,7 +226,7 @@ def test_damaged_files_are_named_and_the_others_are_shown(tmp_path):
     assert "round-1" in text
 
 
-def test_figures_that_are_not_numbers_are_shown_as_dashes(tmp_path):
+def test_invalid_figures_are_shown_as_dashes(tmp_path):
     result = {"center_accuracy": float("nan"), "samples": "many", "time_parts": 3, "allreduce": 1}
     folder = write_run(tmp_path / "a", result=result)
     assert "Center accuracy -" in Walk(make_page([read_run(str(folder))])).text
@@ -345,8 +345,8 @@ def test_the_query_of_a_uri_stays_at_its_end_and_is_not_in_the_title(tmp_path, m
     query = "?endpoint_override=localhost%3A9000&scheme=http"
 
     def open_here(uri):
-        base, _, asked = uri.partition("?")
-        assert f"?{asked}" == query
+        base, _, options = uri.partition("?")
+        assert f"?{options}" == query
         return fs.LocalFileSystem(), base.replace("s3://bucket", str(tmp_path))
 
     monkeypatch.setattr(storage, "open_filesystem", open_here)

@@ -104,7 +104,7 @@ def test_the_members_of_a_generation_are_read_from_the_table_of_memberships(tmp_
 def test_simultaneous_events_have_the_same_number_of_samples(tmp_path, purge_after, steps, samples):
     writer = TensorBoardWriter(str(tmp_path), purge_after=purge_after)
     for step in steps:
-        writer.text("events", f"said at {step}", num_samples=step)
+        writer.text("events", f"at {step}", num_samples=step)
     writer.close()
     events = read_history(event_files(tmp_path)).events
     assert [event.samples for event in events] == samples

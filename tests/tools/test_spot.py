@@ -1,4 +1,4 @@
-"""Predictions for machines that are preempted follow from the controller and the durations."""
+"""Predictions for preemptible machines follow from the controller and from durations."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def test_without_preemptions_all_samples_count(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_lost_machine_costs_its_share_until_its_worker_trains_again(method):
-    """By hand: one of four is missing for 120 s, its worker starts for 4 s and joins."""
+    """By hand: one machine of four is missing for 120 s, then its worker starts within 4 s."""
     fleet = Fleet(num_workers=4, replace_s=120.0, start_s=4.0)
     result = simulated(fleet, Preemption(200.0, 2), method=method)
     lost_s = 1000 - result.num_samples / 400
@@ -101,14 +101,16 @@ def test_a_hot_spare_does_not_slow_down_a_run_that_lost_a_machine(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_with_notice_the_worker_stays_for_half_of_it_and_the_machine_is_replaced_sooner(method):
+def test_with_notice_the_worker_stays_for_half_of_it_and_is_replaced_sooner(method):
     """The replacement is ordered at the notice, and trains 124 s later."""
     fleet = Fleet(num_workers=4, notice_s=30.0)
     assert fleet.absent_s == 90
     result = simulated(fleet, Preemption(200.0, 2), method=method)
     assert (124 - 15) / 4 <= 1000 - result.num_samples / 400 <= (124 - 15) / 4 + 2
-    said = "w2 is on a draining node; it trains on until its replacement is ready, for 15 s at most"
-    assert said in result.events
+    message = (
+        "w2 is on a draining node; it trains on until its replacement is ready, for 15 s at most"
+    )
+    assert message in result.events
     assert not any("was lost" in line for line in result.events)
     assert result.machine_s == pytest.approx(4 * 1000 - 90)
 
@@ -172,7 +174,7 @@ def test_a_machine_is_not_preempted_again_before_it_is_replaced():
     assert all(b - a > 600 for a, b in itertools.pairwise(times))
 
 
-def test_the_simulated_time_has_two_hundred_preemptions_within_its_bounds():
+def test_the_simulated_time_is_for_two_hundred_preemptions_within_bounds():
     assert simulated_s(Fleet(num_workers=100), 1.0) == 7200
     assert simulated_s(Fleet(num_workers=10_000), 10.0) == 1800
     assert simulated_s(Fleet(num_workers=1), 0.001) == 14 * 86_400
@@ -203,7 +205,7 @@ def test_a_preemption_during_a_restart_delays_it():
     assert one.goodput - two.goodput == pytest.approx(50 / 1000 * 50 / 51)
 
 
-def test_the_best_interval_of_checkpoints_is_youngs():
+def test_the_best_interval_of_checkpoints_is_that_of_youngs_formula():
     assert Restarts(write_s=2.0).interval_s(900.0) == 60.0
     fleet = Fleet(num_workers=16)
     until_s = simulated_s(fleet, 0.5)
@@ -228,7 +230,7 @@ def test_without_preemptions_restarting_training_writes_no_checkpoint():
 # hours and cost
 
 
-def test_hours_and_cost_are_those_of_the_samples():
+def test_hours_and_cost_are_for_the_given_samples():
     prediction = simulated(Fleet(num_workers=4), until_s=500.0).prediction
     assert prediction.goodput == pytest.approx(1.0)
     assert prediction.hours(400 * 3600) == pytest.approx(1.0)
@@ -257,8 +259,8 @@ def prices_at(folder, text):
 
 def test_the_command_compares_elastic_training_with_restarts(tmp_path, capsys):
     price = prices_at(tmp_path, '{"spot": 0.3, "on_demand": 1.0}')
-    words = [*COMMAND, "--samples", "1000000000", "--price", price]
-    assert cli.main([*words, "--json"]) == 0
+    options = [*COMMAND, "--samples", "1000000000", "--price", price]
+    assert cli.main([*options, "--json"]) == 0
     [on_spot] = json.loads(capsys.readouterr().out)["methods"][0]["on_spot"]
     assert on_spot["num_preemptions"] > 100
     training = on_spot["training"]
@@ -266,7 +268,7 @@ def test_the_command_compares_elastic_training_with_restarts(tmp_path, capsys):
     elastic = training["elastic"]
     assert elastic["cost"] == pytest.approx(elastic["hours"] * elastic["num_machines"] * 0.3)
     assert training["on demand"]["cost"] == pytest.approx(training["on demand"]["hours"] * 8 * 1.0)
-    assert cli.main(words) == 0
+    assert cli.main(options) == 0
     text = capsys.readouterr().out
     assert "on machines with 0.5 preemptions per hour each, replaced after 120 s" in text
     [row] = [line.split() for line in text.splitlines() if " elastic " in line]
@@ -283,7 +285,7 @@ def test_without_samples_and_prices_the_table_has_the_goodput_alone(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("options", "sentence"),
     [
         (["--preemptions", "-1"], "preemptions must be 0 or more per machine and hour, got -1.0"),
         (["--spares", "-1"], "spares must be 0 or more, got -1"),
@@ -297,8 +299,8 @@ def test_without_samples_and_prices_the_table_has_the_goodput_alone(capsys):
         (["--price", "nothing.json"], "price nothing.json cannot be read as JSON: "),
     ],
 )
-def test_wrong_options_are_refused_in_one_sentence(capsys, words, sentence):
-    assert cli.main([*COMMAND, *words]) == 2
+def test_wrong_options_are_refused_in_one_sentence(capsys, options, sentence):
+    assert cli.main([*COMMAND, *options]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -317,7 +319,7 @@ def test_prices_need_a_number_of_samples(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         ["--spares", "1"],
         ["--samples", "9"],
@@ -325,8 +327,8 @@ def test_prices_need_a_number_of_samples(tmp_path, capsys):
         ["--spot.replace-s", "600"],
     ],
 )
-def test_options_without_a_rate_are_refused(capsys, words):
-    assert cli.main([*COMMAND[:-2], *words]) == 2
+def test_options_without_a_rate_are_refused(capsys, options):
+    assert cli.main([*COMMAND[:-2], *options]) == 2
     assert "must be given only with --preemptions" in capsys.readouterr().err
 
 
