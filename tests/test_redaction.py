@@ -272,7 +272,7 @@ def digits(tmp_path_factory):
     return f"file://{folder}{QUERY}"
 
 
-def options(tmp_path, digits, *more, secret_query=QUERY):
+def train_arguments(tmp_path, digits, *more, secret_query=QUERY):
     place = f"file://{tmp_path}/kept{secret_query}"
     where = ["--run-dir", str(tmp_path / "local/first"), "--storage-path", place]
     return [*TRAIN, "--data", digits, *where, *more]
@@ -298,7 +298,7 @@ def assert_no_secret_in(tmp_path, capsys):
 
 
 def test_no_byte_of_a_run_and_no_line_of_its_commands_has_a_secret(tmp_path, digits, capfd):
-    assert cli.main(options(tmp_path, digits, "--epochs", "2")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "2")) == 0
     for command in ("status", "check", "report", "evaluate"):
         assert cli.main([command, uri_of(tmp_path)]) == 0, command
     assert cli.main(["status", uri_of(tmp_path), "--json"]) == 0
@@ -318,28 +318,30 @@ def test_no_byte_of_a_run_and_no_line_of_its_commands_has_a_secret(tmp_path, dig
 def test_a_run_that_is_resumed_twice_shows_no_credentials_and_may_get_others(
     tmp_path, digits, capfd
 ):
-    assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
-    assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "1")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "2", "--resume")) == 0
     other = [f"{digits.removesuffix(QUERY)}?token={SECRET}-new"]
     more = ("--epochs", "3", "--resume")
-    assert cli.main(options(tmp_path, *other, *more, secret_query=f"?sig={SECRET}-new")) == 0
+    assert (
+        cli.main(train_arguments(tmp_path, *other, *more, secret_query=f"?sig={SECRET}-new")) == 0
+    )
     plain, more = digits.removesuffix(QUERY), ("--epochs", "4", "--resume")
-    assert cli.main(options(tmp_path, plain, *more, secret_query="")) == 0
+    assert cli.main(train_arguments(tmp_path, plain, *more, secret_query="")) == 0
     assert "resuming from round" in assert_no_secret_in(tmp_path, capfd)
     (folder,) = (tmp_path / "kept").iterdir()
     assert json.loads((folder / "config.json").read_bytes())["redacted"] == []
 
 
 def test_a_run_with_credentials_does_not_resume_with_other_data(tmp_path, digits, capfd):
-    assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "1")) == 0
     elsewhere = digits.replace("digits?", "other?")
     shutil.copytree(digits[7:].partition("?")[0], elsewhere[7:].partition("?")[0])
-    assert cli.main(options(tmp_path, elsewhere, "--epochs", "2", "--resume")) == 2
+    assert cli.main(train_arguments(tmp_path, elsewhere, "--epochs", "2", "--resume")) == 2
     assert "but the run began with file://" in capfd.readouterr().err
 
 
 def test_a_run_of_an_earlier_raydl_whose_config_has_the_secret_is_resumed(tmp_path, digits, capfd):
-    assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "1")) == 0
     path = tmp_path / "kept/first/config.json"
     values = json.loads(path.read_bytes())
     del values["redacted"]
@@ -347,7 +349,7 @@ def test_a_run_of_an_earlier_raydl_whose_config_has_the_secret_is_resumed(tmp_pa
     path.write_text(json.dumps(values))
     assert cli.main(["report", uri_of(tmp_path)]) == 0
     assert cli.main(["evaluate", uri_of(tmp_path)]) == 0
-    assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "2", "--resume")) == 0
     assert_no_secret_in(tmp_path, capfd)
 
 
@@ -388,18 +390,18 @@ def test_no_error_shows_a_secret(mistake, bad, tmp_path, monkeypatch, capfd):
 
 
 def test_errors_of_a_runs_folder_show_no_credentials(tmp_path, digits, capfd):
-    assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "1")) == 0
     folder = tmp_path / "kept/first"
     with held(Storage(uri_of(tmp_path)), "run.storage_path"):
-        assert cli.main(options(tmp_path, digits, "--resume")) == 2
+        assert cli.main(train_arguments(tmp_path, digits, "--resume")) == 2
     for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     assert cli.main(["check", uri_of(tmp_path)]) == 1
-    assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 2
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "2", "--resume")) == 2
     for path in folder.rglob("manifest.json"):
         path.unlink()
     assert cli.main(["check", uri_of(tmp_path)]) == 1
-    assert cli.main(options(tmp_path, digits, "--epochs", "2", "--resume")) == 2
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "2", "--resume")) == 2
     assert_no_secret_in(tmp_path, capfd)
 
 
@@ -463,7 +465,7 @@ def test_score_run_accepts_the_path_of_a_result(tmp_path, digits):
 @pytest.fixture
 def guarded(tmp_path, digits, monkeypatch):
     """A run on data that require the token, and the URI of the data."""
-    assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
+    assert cli.main(train_arguments(tmp_path, digits, "--epochs", "1")) == 0
     folder = digits.removeprefix("file://").partition("?")[0]
     open_plain = raydl.data.files.open_filesystem
 
@@ -486,7 +488,7 @@ def test_the_error_of_a_score_says_that_config_json_has_no_credentials(guarded, 
 
 
 def test_the_error_of_data_without_credentials_does_not_mention_them(tmp_path, digits, capfd):
-    assert cli.main(options(tmp_path, digits.removesuffix(QUERY), "--epochs", "1")) == 0
+    assert cli.main(train_arguments(tmp_path, digits.removesuffix(QUERY), "--epochs", "1")) == 0
     assert cli.main(["evaluate", uri_of(tmp_path), "--data", "nowhere/x"]) == 2
     path = tmp_path / "kept/first/config.json"
     path.write_text(path.read_text().replace("/digits", "/gone"))
@@ -578,7 +580,7 @@ sys.exit(status)
 @pytest.mark.cluster
 def test_no_log_of_ray_and_no_entry_of_its_tables_has_a_secret(tmp_path, digits):
     ray_folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path must be short
-    arguments = [*options(tmp_path, digits, "--epochs", "1"), "--workers", "1"]
+    arguments = [*train_arguments(tmp_path, digits, "--epochs", "1"), "--workers", "1"]
     try:
         done = subprocess.run(
             [sys.executable, "-c", DRIVER, *arguments],

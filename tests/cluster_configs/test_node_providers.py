@@ -278,7 +278,7 @@ def test_gcp_access_requires_the_network_of_ssh(tmp_path):
     assert done.stderr.startswith("usage: ")
 
 
-def options(words):
+def options_of(words):
     """Return the --name value pairs of a command."""
     return {w: v for w, v in pairwise(words) if w.startswith("--")}
 
@@ -292,7 +292,9 @@ def access_commands(tmp_path):
 
 
 def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other(access_commands):
-    rules = {w[w.index("create") + 1]: options(w) for w in access_commands if "firewall-rules" in w}
+    rules = {
+        w[w.index("create") + 1]: options_of(w) for w in access_commands if "firewall-rules" in w
+    }
     head, worker = (
         f"raydl-gcp-spot-{n}@my-project.iam.gserviceaccount.com" for n in ("head", "worker")
     )
@@ -311,7 +313,7 @@ def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_othe
 
 def test_gcp_roles_are_bound_to_resources_of_the_cluster(access_commands):
     bound = [
-        (*w[w.index("add-iam-policy-binding") - 1 :][:3:2], options(w))
+        (*w[w.index("add-iam-policy-binding") - 1 :][:3:2], options_of(w))
         for w in access_commands if "add-iam-policy-binding" in w
     ]  # fmt: skip
     found = {
@@ -332,9 +334,9 @@ def test_gcp_roles_are_bound_to_resources_of_the_cluster(access_commands):
 @gcp
 def test_gcp_s_head_may_change_only_machines_with_names_of_its_workers(cloud, access_commands):
     [condition] = {
-        options(w)["--condition"]
+        options_of(w)["--condition"]
         for w in access_commands
-        if "projects" in w and "raydlGcpSpotHead" in options(w).get("--role", "")
+        if "projects" in w and "raydlGcpSpotHead" in options_of(w).get("--role", "")
     }
     expression = condition.partition("expression=")[2]
     assert "," not in expression  # gcloud would end the expression there
@@ -351,7 +353,7 @@ def test_gcp_s_head_may_change_only_machines_with_names_of_its_workers(cloud, ac
 
 def test_gcp_s_roles_name_single_permissions(access_commands):
     created = [w for w in access_commands if w[3:6] == ["iam", "roles", "create"]]
-    files = [Path(options(w)["--file"]) for w in created]
+    files = [Path(options_of(w)["--file"]) for w in created]
     assert {f.name for f in files} == {p.name for p in (FOLDER / "gcp").glob("*-role.yaml")}
     granted = {p for f in files for p in yaml.safe_load(f.read_text())["includedPermissions"]}
     assert not any("*" in p for p in granted)
@@ -385,7 +387,7 @@ def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, access_c
     done, deleted = run_access(tmp_path, "--delete", "my-project", "my-bucket")
     assert done.returncode == 0
     assert existing(tmp_path) == ROLES
-    unbound = [options(w)["--role"] for w in deleted if "remove-iam-policy-binding" in w]
+    unbound = [options_of(w)["--role"] for w in deleted if "remove-iam-policy-binding" in w]
     assert [role.rpartition("/")[2] for role in unbound] == [
         "storage.objectUser", "storage.objectViewer", "raydlGcpSpotLook", "raydlGcpSpotHead",
     ]  # fmt: skip
@@ -407,7 +409,7 @@ def test_gcp_access_that_exists_is_updated(tmp_path, access_commands):
     done, again = run_access(tmp_path, "my-project", "my-bucket", "198.51.100.0/24")
     assert done.returncode == 0, done.stderr
     assert existing(tmp_path) == before
-    (ssh,) = [options(w) for w in again if "firewall-rules" in w]
+    (ssh,) = [options_of(w) for w in again if "firewall-rules" in w]
     assert ssh["--source-ranges"] == "198.51.100.0/24"
     assert [w for w in again if "add-iam-policy-binding" in w] == [
         w for w in access_commands if "add-iam-policy-binding" in w

@@ -10,7 +10,7 @@ from raydl.tools.report.events import read_history
 HOUR_S, DAY_S, WEEK_S = 3600.0, 86_400.0, 604_800.0
 
 
-class Points:
+class PointsWriter:
     """A writer that records its points and its other calls."""
 
     def __init__(self):
@@ -35,15 +35,15 @@ class Points:
         self.others.append(("close", None))
 
 
-def make(*, seconds_before=0.0):
+def make_thinned(*, seconds_before=0.0):
     """Return (the thinning writer, the writer behind it, the clock's time in a list)."""
-    points, now = Points(), [50.0]
+    points, now = PointsWriter(), [50.0]
     writer = Thinned(points, seconds_before=seconds_before, clock=lambda: now[0])
     return writer, points, now
 
 
 def test_a_run_of_a_week_writes_fewer_than_forty_thousand_points():
-    writer, points, now = make()
+    writer, points, now = make_thinned()
     num_samples = 0
     while now[0] < WEEK_S:
         gap_s = max(0.2, (now[0] - 50) / 20_000)  # at least four records for each point
@@ -55,7 +55,7 @@ def test_a_run_of_a_week_writes_fewer_than_forty_thousand_points():
 
 
 def test_a_young_run_writes_every_record():
-    writer, points, now = make()
+    writer, points, now = make_thinned()
     for num_samples in range(3000):
         now[0] += 0.9 if num_samples % 3 == 0 else 0.0
         writer.scalars({"train/loss": float(num_samples)}, num_samples=num_samples)
@@ -84,7 +84,7 @@ def test_a_point_stands_for_the_records_before_it():
 
 
 def test_the_last_record_of_an_old_run_is_written_and_nothing_between_is_lost():
-    writer, points, now = make(seconds_before=DAY_S)
+    writer, points, now = make_thinned(seconds_before=DAY_S)
     for number in range(1, 101):
         now[0] += 1.0
         writer.scalars({"train/loss": float(number), "exchange/count": number}, num_samples=number)
@@ -100,14 +100,14 @@ def test_the_last_record_of_an_old_run_is_written_and_nothing_between_is_lost():
 
 
 def test_a_point_that_was_written_is_not_written_again_at_the_end():
-    writer, points, _ = make()
+    writer, points, _ = make_thinned()
     writer.scalars({"train/loss": 1.0}, num_samples=1)
     writer.close()
     assert len(points.points) == 1
 
 
 def test_scores_texts_and_pictures_of_an_old_run_are_all_written():
-    writer, points, now = make(seconds_before=WEEK_S)
+    writer, points, now = make_thinned(seconds_before=WEEK_S)
     writer.scalars({"train/loss": 1.0}, num_samples=1)
     for number in (2, 3):
         now[0] += 0.5
@@ -118,7 +118,7 @@ def test_scores_texts_and_pictures_of_an_old_run_are_all_written():
 
 
 def test_a_rollback_drops_unwritten_records():
-    writer, points, now = make(seconds_before=DAY_S)
+    writer, points, now = make_thinned(seconds_before=DAY_S)
     writer.scalars({"train/loss": 9.0}, num_samples=100)
     writer.go_back(num_samples=60)
     now[0] += 60.0

@@ -120,7 +120,7 @@ def test_a_step_on_flat_tensors_is_that_of_plain_pytorch():
     assert flat.num_buffers == 0
 
 
-def run(method, **training):
+def train_two_workers(method, **training):
     """Return two workers that have trained on the text."""
     config = TrainConfig(
         method=MethodConfig(name=method, period=2),
@@ -147,7 +147,7 @@ def loss_of(weights):
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 def test_the_loss_of_the_center_falls_on_a_text_and_it_loads_into_plain_pytorch(method):
-    ensemble = run(method, epochs=40)
+    ensemble = train_two_workers(method, epochs=40)
     before, after = loss_of(ensemble.first.weights), loss_of(ensemble.center().weights)
     assert before == pytest.approx(np.log(256), abs=0.1)
     assert after < 0.5 * before

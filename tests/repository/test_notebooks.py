@@ -17,7 +17,7 @@ FOLDER = ROOT / "docs/notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
-def run(name, folder):
+def run_notebook(name, folder):
     """Run a copy of a notebook in a folder, with its own Ray, and return it with its outputs."""
     shutil.copy(FOLDER / name, folder)
     command = [Path(sys.executable).with_name("jupyter-execute"), "--output", "executed", name]
@@ -53,7 +53,7 @@ def num_figures(notebook):
 
 @pytest.mark.cluster
 def test_the_first_run_learns_survives_a_loss_and_gives_its_weights_to_pytorch(tmp_path):
-    notebook = run("first_run.ipynb", tmp_path)
+    notebook = run_notebook("first_run.ipynb", tmp_path)
     text = printed(notebook)
     assert float(re.search(r"test accuracy of the center: ([\d.]+)%", text)[1]) > 90
     assert "faults_fired: without loss [], with loss ['fault 1: kill w1 at step 60']" in text
@@ -67,7 +67,7 @@ def test_the_first_run_learns_survives_a_loss_and_gives_its_weights_to_pytorch(t
 
 @pytest.mark.cluster
 def test_the_comparison_has_a_row_for_each_of_three_methods_and_a_chart(tmp_path):
-    notebook = run("compare_methods.ipynb", tmp_path)
+    notebook = run_notebook("compare_methods.ipynb", tmp_path)
     rows = dict(re.findall(r"^(\S+) +([\d.]+)% +[\d.]+ ", printed(notebook), flags=re.M))
     assert list(rows) == ["sync-easgd", "async-easgd", "diloco"]
     assert all(float(accuracy) > 80 for accuracy in rows.values()), rows

@@ -46,7 +46,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(control_channel, "BEAT_S", 60.0)
 
 
-class Clock:
+class ManualClock:
     """A clock that a test sets."""
 
     def __init__(self):
@@ -120,7 +120,7 @@ def age(folder, seconds):
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_a_run_that_reached_its_accuracy_and_lacks_a_last_file_trains_no_further
         fit(resume=True)
 
 
-class RecordingCallback(raydl.Callback):
+class RoundsCallback(raydl.Callback):
     """A callback that keeps the rounds of its scores."""
 
     def __init__(self):
@@ -256,7 +256,7 @@ class RecordingCallback(raydl.Callback):
 
 
 def test_callbacks_receive_a_last_score_after_a_resume(complete_run, tmp_path, monkeypatch):
-    folder, callback = tmp_path / "run", RecordingCallback()
+    folder, callback = tmp_path / "run", RoundsCallback()
     shutil.copytree(complete_run, folder)
     (folder / "result.json").unlink()
     rounds = json.loads((complete_run / "result.json").read_text())["rounds"]

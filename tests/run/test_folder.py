@@ -10,7 +10,7 @@ from raydl.run.folder import RunFolder
 from raydl.storage import Storage
 
 
-def make(tmp_path, name="run"):
+def make_run_folder(tmp_path, name="run"):
     """Return the folder of a run with a storage path, with a local folder of its own."""
     run = RunConfig(run_dir=str(tmp_path / name / "run"), storage_path=str(tmp_path / "kept"))
     folder = RunFolder(TrainConfig(run=run))
@@ -19,7 +19,7 @@ def make(tmp_path, name="run"):
 
 
 def test_event_files_that_have_not_grown_are_not_copied_again(tmp_path, monkeypatch):
-    folder = make(tmp_path)
+    folder = make_run_folder(tmp_path)
     old, new = (folder.path / f"events.out.tfevents.{n}" for n in (1, 2))
     old.write_bytes(b"an earlier start")
     new.write_bytes(b"this one")
@@ -37,7 +37,7 @@ def test_event_files_that_have_not_grown_are_not_copied_again(tmp_path, monkeypa
 
 
 def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp_path):
-    here, there = make(tmp_path, "here"), make(tmp_path, "there")
+    here, there = make_run_folder(tmp_path, "here"), make_run_folder(tmp_path, "there")
     event_file = here.path / "events.out.tfevents.1"
     with open(event_file, "wb") as stream:
         for number in range(64):
@@ -58,7 +58,7 @@ def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp
 def test_a_run_resumed_elsewhere_fetches_all_event_files_and_copies_none_back(
     tmp_path, monkeypatch
 ):
-    here, there = make(tmp_path, "here"), make(tmp_path, "there")
+    here, there = make_run_folder(tmp_path, "here"), make_run_folder(tmp_path, "there")
     with here.held(resume=False):
         here.write_config(TrainConfig())
     for number in (1, 2):
@@ -79,7 +79,7 @@ def test_a_run_resumed_elsewhere_fetches_all_event_files_and_copies_none_back(
 
 
 def test_the_longer_file_of_a_tracker_is_the_newer_one_by_its_size_alone(tmp_path, monkeypatch):
-    here, there = make(tmp_path, "here"), make(tmp_path, "there")
+    here, there = make_run_folder(tmp_path, "here"), make_run_folder(tmp_path, "there")
     with here.held(resume=False):
         here.write_config(TrainConfig())
     (here.path / "metrics.jsonl").write_bytes(b"one line\ntwo lines\n")
@@ -103,7 +103,7 @@ def fail_to_copy(self, local, name):
 
 
 def test_a_failed_copy_is_an_error_with_its_reason(tmp_path, monkeypatch):
-    folder = make(tmp_path)
+    folder = make_run_folder(tmp_path)
     (folder.path / "events.out.tfevents.1").write_bytes(b"a start")
     monkeypatch.setattr(Storage, "copy_in", fail_to_copy)
     with pytest.raises(OSError, match=r"^the curves in .*run could not be copied: .*No space"):

@@ -109,7 +109,7 @@ def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
 UNREACHED = OSError("AWS Error NETWORK_CONNECTION during PutObject operation: curlCode: 28")
 
 
-class FailingStorage(Storage):
+class UnwritableStorage(Storage):
     """A storage whose writes raise ``error``."""
 
     error = UNREACHED
@@ -119,7 +119,7 @@ class FailingStorage(Storage):
 
 
 def test_a_server_that_can_not_be_reached_is_as_silent_as_one_that_hangs(tmp_path):
-    storage = FailingStorage(str(tmp_path))
+    storage = UnwritableStorage(str(tmp_path))
     for _ in range(2):
         with pytest.raises(OSError, match="NETWORK"):
             storage.write_bytes("a", b"")
@@ -449,7 +449,7 @@ with s3_server() as url:
 
 
 @pytest.fixture
-def server():
+def stoppable_server():
     """A server that speaks S3's protocol, in a process that can be stopped: (process, URL)."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER],
@@ -465,8 +465,10 @@ def server():
 
 
 @pytest.mark.slow
-def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_training(server, tmp_path):
-    process, url = server
+def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_training(
+    stoppable_server, tmp_path
+):
+    process, url = stoppable_server
     environment = {
         **os.environ, "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "OMP_NUM_THREADS": "1",
         "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true",

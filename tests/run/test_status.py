@@ -293,14 +293,14 @@ def test_a_second_signal_is_reported_by_the_name_of_the_first():
 # workers
 
 
-def report(**figures):
+def worker_report(**figures):
     parts = dict.fromkeys(TIME_PARTS, 0.0) | {"device_device_parameters": 7.5}
     return WorkerReport("w2", 9, (), (), parts, **figures)
 
 
 def test_the_status_of_a_worker_has_its_figures_and_the_end_of_its_nodes_id():
     entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="f" * 51 + "00002", in_loop=True)
-    entry.report = report(local_step=90, step_s=0.02)
+    entry.report = worker_report(local_step=90, step_s=0.02)
     status = worker_status(entry, 14.0)
     assert status == WorkerStatus("w2", "training", "fff00002", 90, 9, 0.02, 7.5, 4.0)
 
@@ -317,7 +317,9 @@ def test_a_worker_between_two_generations_is_ready_since_its_last_change_of_stat
 
 
 def test_a_figure_that_is_no_number_becomes_zero():
-    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, report=report(step_s=math.nan), in_loop=True)
+    entry = WorkerEntry(
+        "w2", Phase.TRAINING, 10.0, report=worker_report(step_s=math.nan), in_loop=True
+    )
     assert worker_status(entry, 11.0).step_s == 0.0
 
 

@@ -28,7 +28,7 @@ BASE = TrainConfig(
 )
 
 
-def make(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base=BASE, target=0.9):
+def make_comparison(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base=BASE, target=0.9):
     return Comparison(
         methods=methods, seeds=seeds, base=base, target=target, out=str(tmp_path / "out")
     )
@@ -54,7 +54,7 @@ class FakeFit:
         return result
 
 
-def report(tmp_path):
+def read_report(tmp_path):
     return (tmp_path / "out/comparison.md").read_text()
 
 
@@ -65,7 +65,7 @@ def no_pictures(monkeypatch):
 
 
 def test_runs_are_interleaved_by_seed_and_share_all_other_settings(tmp_path):
-    runs = plan(make(tmp_path), tmp_path)
+    runs = plan(make_comparison(tmp_path), tmp_path)
     assert [(run.method, run.seed) for run in runs] == [
         ("sync-easgd", 0), ("async-easgd", 0), ("sync-easgd", 1), ("async-easgd", 1),
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def test_runs_are_interleaved_by_seed_and_share_all_other_settings(tmp_path):
 def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
     training = dataclasses.replace(BASE.training, seed=5)
     base = dataclasses.replace(BASE, training=training)
-    runs = plan(make(tmp_path, "all", base=base), tmp_path)
+    runs = plan(make_comparison(tmp_path, "all", base=base), tmp_path)
     assert [run.method for run in runs if run.seed == 5] == list(METHODS)
     assert {run.seed for run in runs} == {5, 6}
 
@@ -109,7 +109,7 @@ def test_wrong_settings_are_reported_before_the_first_run(tmp_path, methods, cha
     fit = FakeFit()
     base = dataclasses.replace(BASE, **changes)
     with pytest.raises(ConfigError, match=sentence):
-        compare(make(tmp_path, methods, base=base), fit=fit)
+        compare(make_comparison(tmp_path, methods, base=base), fit=fit)
     assert fit.done == []
     assert not (tmp_path / "out").exists()
 
@@ -117,7 +117,7 @@ def test_wrong_settings_are_reported_before_the_first_run(tmp_path, methods, cha
 def test_missing_data_are_reported_before_the_first_run(tmp_path):
     base = dataclasses.replace(BASE, data="no/such/place")
     with pytest.raises(DataError, match="no such file"):
-        compare(make(tmp_path, base=base))
+        compare(make_comparison(tmp_path, base=base))
     assert not (tmp_path / "out").exists()
 
 
@@ -125,9 +125,9 @@ def test_missing_data_are_reported_before_the_first_run(tmp_path):
 def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
     fit = FakeFit({("async-easgd", 0): NonFiniteLossError("w1", 7, math.nan)})
     fit.results["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
-    assert compare(make(tmp_path), fit=fit) == 1
+    assert compare(make_comparison(tmp_path), fit=fit) == 1
     assert len(fit.done) == 4
-    text = report(tmp_path)
+    text = read_report(tmp_path)
     sentence = "the loss became nan at local step 7 of worker w1"
     assert f"| async-easgd | async | 0 of 2 | failed: {sentence}" in text
     assert "- async-easgd, seed 1: TypeError: the | reason" in text
@@ -139,28 +139,31 @@ def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
 @pytest.mark.usefixtures("no_pictures")
 def test_a_comparison_started_again_runs_only_incomplete_runs(tmp_path, capsys):
     first = FakeFit({("async-easgd", 1): RuntimeError("a bad day")})
-    assert compare(make(tmp_path), fit=first) == 1
+    assert compare(make_comparison(tmp_path), fit=first) == 1
     again = FakeFit()
-    assert compare(make(tmp_path), fit=again) == 0
+    assert compare(make_comparison(tmp_path), fit=again) == 0
     assert again.done == [("async-easgd", 1)]
     assert capsys.readouterr().out.count("already complete, not repeated") == 3
-    assert "failed" not in report(tmp_path)
+    assert "failed" not in read_report(tmp_path)
     more = FakeFit()
-    assert compare(make(tmp_path, "sync-easgd,diloco", seeds=3), fit=more) == 0
+    assert compare(make_comparison(tmp_path, "sync-easgd,diloco", seeds=3), fit=more) == 0
     assert more.done == [("diloco", 0), ("diloco", 1), ("sync-easgd", 2), ("diloco", 2)]
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_another_comparison_still_trains_is_not_removed(tmp_path):
     assert (
-        compare(make(tmp_path), fit=FakeFit({("async-easgd", 1): RuntimeError("a bad day")})) == 1
+        compare(
+            make_comparison(tmp_path), fit=FakeFit({("async-easgd", 1): RuntimeError("a bad day")})
+        )
+        == 1
     )
     folder = tmp_path / "out/async-easgd/seed-1"
     with (
         held(Storage(str(folder)), "run.run_dir"),
         pytest.raises(ConfigError, match="is in use by"),
     ):
-        compare(make(tmp_path), fit=FakeFit())
+        compare(make_comparison(tmp_path), fit=FakeFit())
     assert (folder / "error.txt").exists()
 
 
@@ -170,22 +173,24 @@ def test_a_run_that_another_comparison_has_completed_meanwhile_is_kept(tmp_path)
         def __call__(self, config):
             figures = super().__call__(config)
             if len(self.done) == 1:
-                compare(make(tmp_path), fit=FakeFit())
+                compare(make_comparison(tmp_path), fit=FakeFit())
             return figures
 
     slow = Slow()
-    assert compare(make(tmp_path), fit=slow) == 0
+    assert compare(make_comparison(tmp_path), fit=slow) == 0
     assert len(slow.done) == 1
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_complete_runs_with_other_settings_are_refused(tmp_path):
-    compare(make(tmp_path), fit=FakeFit())
+    compare(make_comparison(tmp_path), fit=FakeFit())
     training = dataclasses.replace(BASE.training, samples=200)
     fit = FakeFit()
     sentence = "has training.samples 100 instead of 200; name another folder"
     with pytest.raises(ConfigError, match=sentence):
-        compare(make(tmp_path, base=dataclasses.replace(BASE, training=training)), fit=fit)
+        compare(
+            make_comparison(tmp_path, base=dataclasses.replace(BASE, training=training)), fit=fit
+        )
     assert fit.done == []
 
 
@@ -201,16 +206,16 @@ def test_complete_runs_with_other_settings_are_refused(tmp_path):
 def test_a_signal_keeps_complete_runs_and_the_others_can_be_run_later(
     tmp_path, capsys, answer, status
 ):
-    assert compare(make(tmp_path), fit=FakeFit({("sync-easgd", 1): answer})) == status
+    assert compare(make_comparison(tmp_path), fit=FakeFit({("sync-easgd", 1): answer})) == status
     assert "runs the other 2" in capsys.readouterr().out
-    assert "2 of 4 runs are complete" in report(tmp_path)
+    assert "2 of 4 runs are complete" in read_report(tmp_path)
     again = FakeFit()
-    assert compare(make(tmp_path), fit=again) == 0
+    assert compare(make_comparison(tmp_path), fit=again) == 0
     assert again.done == [("sync-easgd", 1), ("async-easgd", 1)]
 
 
 def test_the_target_is_reached_at_the_first_evaluation_above_it(tmp_path):
-    run = plan(make(tmp_path), tmp_path)[0]
+    run = plan(make_comparison(tmp_path), tmp_path)[0]
     run = dataclasses.replace(run, figures=figures(accuracies=(0.5, 0.9, 0.8, 0.95)))
     assert run.to_target(0.9) == (20, 200)
     assert run.to_target(0.91) == (40, 400)
@@ -219,7 +224,9 @@ def test_the_target_is_reached_at_the_first_evaluation_above_it(tmp_path):
 
 
 def test_rows_have_medians_and_are_sorted_by_the_time_to_the_target(tmp_path):
-    runs = plan(make(tmp_path, "sync-sgd,sync-easgd,diloco,local-sgd", seeds=3), tmp_path)
+    runs = plan(
+        make_comparison(tmp_path, "sync-sgd,sync-easgd,diloco,local-sgd", seeds=3), tmp_path
+    )
     never = figures(accuracies=(0.5, 0.6))
     of_method = {
         "sync-sgd": [never, never, never],
@@ -235,22 +242,25 @@ def test_rows_have_medians_and_are_sorted_by_the_time_to_the_target(tmp_path):
     assert rows[0].parts["data_io"] == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
     assert rows[1].figures["seconds_to_target"] == Spread(40, 20, math.inf)
     assert [row.num_reached for row in rows] == [3, 2, 0, 0]
-    text = reports.markdown(make(tmp_path), runs, rows, tmp_path, "")
+    text = reports.markdown(make_comparison(tmp_path), runs, rows, tmp_path, "")
     assert "| sync-easgd | sync | 3 of 3 | 2 of 3 | 40.00 (20.00 to never) | 200 " in text
     assert "| sync-sgd | sync | 3 of 3 | 0 of 3 | never | never | 60.00% |" in text
     assert "| local-sgd | sync | 0 of 3 | not run |" in text
 
 
 def test_a_comparison_without_a_complete_run_shows_no_pictures(tmp_path):
-    assert compare(make(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, ValueError("no")))) == 1
-    assert "## Pictures" not in report(tmp_path)
+    assert (
+        compare(make_comparison(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, ValueError("no"))))
+        == 1
+    )
+    assert "## Pictures" not in read_report(tmp_path)
     assert not list((tmp_path / "out").glob("*.png"))
 
 
 def test_a_task_without_accuracy_has_only_the_picture_of_its_time_parts(tmp_path):
     scored = figures()
     scored["evaluations"] = [{"round": 1, "samples": 1, "seconds": 1, "loss": 1.0}]
-    assert compare(make(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, scored))) == 0
+    assert compare(make_comparison(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, scored))) == 0
     assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["time_parts.png"]
 
 
@@ -264,7 +274,7 @@ def test_the_charts_have_the_methods_in_the_order_of_the_table(tmp_path, monkeyp
     monkeypatch.setattr("raydl.metrics.charts.Picture.save", save)
     methods = "sync-sgd,async-easgd,diloco"
     fit = FakeFit({"diloco": figures(speed=4), "async-easgd": figures(speed=2)})
-    assert compare(make(tmp_path, methods), fit=fit) == 0
+    assert compare(make_comparison(tmp_path, methods), fit=fit) == 0
     assert saved == list(reports.PICTURES)
     assert legends[0] == legends[1] == ["diloco", "async-easgd", "sync-sgd"]
     assert len(legends[2]) == len(TIME_PARTS)
@@ -291,8 +301,8 @@ def rows_of_hparams(folder):
 def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     fit = FakeFit({("async-easgd", 0): RuntimeError("a bad day")})
     fit.results["sync-easgd", 1] = figures(accuracies=(0.5, 0.6))
-    assert compare(make(tmp_path), fit=fit) == 1
-    assert compare(make(tmp_path), fit=fit) == 1  # again: no second row
+    assert compare(make_comparison(tmp_path), fit=fit) == 1
+    assert compare(make_comparison(tmp_path), fit=fit) == 1  # again: no second row
     out = tmp_path / "out"
     settings, values, columns = rows_of_hparams(out / "sync-easgd/seed-0")
     assert (settings["method"], settings["seed"], settings["workers"]) == ("sync-easgd", 0, 2)
@@ -351,7 +361,7 @@ def test_a_real_comparison_writes_all_files_and_its_figures_agree(tmp_path, caps
     files = {"comparison.md", "comparison.json", *reports.PICTURES}
     assert files <= {path.name for path in out.iterdir()}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in reports.PICTURES)
-    text, runs = report(tmp_path), json.loads((out / "comparison.json").read_text())["runs"]
+    text, runs = read_report(tmp_path), json.loads((out / "comparison.json").read_text())["runs"]
     assert len(runs) == 4
     for run in runs:
         folder = out / run["method"] / f"seed-{run['seed']}"
