@@ -113,13 +113,13 @@ def record(chosen: Iterable[Case]) -> dict[str, str]:
     return outcomes
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Record or compare, and return 1 if an outcome differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("path", type=Path, help="the record, a JSON file")
     parser.add_argument("--check", action="store_true", help="compare with the record")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these runs")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     now = record(case for case in cases() if not options.only or case.name in options.only)
     if not options.check:
         before = json.loads(options.path.read_text()) if options.path.exists() else {}

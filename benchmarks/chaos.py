@@ -104,7 +104,7 @@ class StormRun:
         self._random = random.Random(f"{seed} {rule}")
         self._storm = Storm(made, self.outcome, self._random, self._resume)
         self._run_dir = made.folder / "run"
-        self._words = (
+        self._arguments = (
             "--data", counting.write_table(made.folder / "table"),
             "--method", f"benchmarks.counting:{RULES[rule]}", *counting.OPTIONS,
             "--evaluation.every-epochs", "50",
@@ -153,8 +153,8 @@ class StormRun:
             self._run.process.wait()
         return self.outcome
 
-    def _start(self, *words: str) -> None:
-        self._run = self._storm.run = Run(self._made, self._run_dir, *self._words, *words)
+    def _start(self, *arguments: str) -> None:
+        self._run = self._storm.run = Run(self._made, self._run_dir, *self._arguments, *arguments)
         self._memory, self._pid = [], None
 
     def _resume(self) -> None:
@@ -204,7 +204,7 @@ class StormRun:
     def _record_memory(self, now: float) -> None:
         if self._pid is None:
             drivers = self._made.hosts.processes(HEAD).items()
-            self._pid = next((p for p, words in drivers if " -m raydl train " in words), None)
+            self._pid = next((p for p, command in drivers if " -m raydl train " in command), None)
         with contextlib.suppress(OSError):
             pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
             self._memory.append((now, pages * os.sysconf("SC_PAGE_SIZE")))

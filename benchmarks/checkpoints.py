@@ -145,7 +145,7 @@ def cost_of(
     state = megabytes * 1_000_000
     replica = state // 3 if center_megabytes is None else center_megabytes * 1_000_000
     os.environ.update(sizes(weights=replica, state=state - 3 * replica))
-    words = [
+    arguments = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--batch-size", "4",
         "--workers", str(num_workers), "--period", str(_PERIOD), "--samples", _ENDLESS,
         "--method", "sync-easgd", "--lr", "0.0001",
@@ -153,8 +153,10 @@ def cost_of(
         "--checkpoint.every-s", f"{_EVERY_S:g}",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
-    words += ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", LIGHT_OPTIMIZER]
-    with Watched(words) as run:
+    arguments += (
+        ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", LIGHT_OPTIMIZER]
+    )
+    with Watched(arguments) as run:
         folder = run.folder / "run"
         sampler = MemorySampler(run.process.pid, folder)
         sampler.start()

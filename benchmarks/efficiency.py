@@ -118,8 +118,8 @@ def cases_of(
         return total_speed([run.points for run in runs], skipped=skipped)
 
     def raydl(setting: Setting) -> float:
-        words = ("--method", setting.method, "--period", str(setting.period), *NO_SCORES)
-        run = place.train(*common, *words, "--workers", str(NUM_WORKERS))
+        arguments = ("--method", setting.method, "--period", str(setting.period), *NO_SCORES)
+        run = place.train(*common, *arguments, "--workers", str(NUM_WORKERS))
         return total_speed([run.points], skipped=skipped)
 
     def ddp() -> float:

@@ -204,7 +204,7 @@ def on_two_hosts(part: str, repeats: int, *, mbit: float) -> tuple[Series, float
     """
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))  # short: paths of Ray's sockets are limited
     answer = folder / "answer"
-    words = [
+    command = [
         sys.executable, "-m", "benchmarks.exchange", "--part", part,
         "--repeats", str(repeats), "--answer", str(answer),
     ]  # fmt: skip
@@ -216,7 +216,7 @@ def on_two_hosts(part: str, repeats: int, *, mbit: float) -> tuple[Series, float
             if part == "tls":
                 make_certificates(folder, [hosts.address(host) for host in range(2)])
             environment = start_ray(hosts, folder)
-            hosts.run(0, words, env=environment, timeout_s=_ACROSS_S)
+            hosts.run(0, command, env=environment, timeout_s=_ACROSS_S)
             link_s = 4 * SIZES["lenet"] * hosts.seconds_per_byte
             return json.loads(answer.read_text())["series"], link_s
     except subprocess.CalledProcessError as error:
@@ -277,8 +277,8 @@ def main() -> None:
     if options.only_tls:
         report_tls(report, repeats)
         return report.close(options.out)
-    words = ("--part", "one-node", "--repeats", str(repeats))
-    answers = run_part("benchmarks.exchange", *words, timeout_s=_PART_S)
+    arguments = ("--part", "one-node", "--repeats", str(repeats))
+    answers = run_part("benchmarks.exchange", *arguments, timeout_s=_PART_S)
     for name, answer in answers.items():
         report_one_node(report, name, answer)
     if options.quick:

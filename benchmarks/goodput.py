@@ -72,7 +72,7 @@ PEERS: dict[str, Callable[[str], list[str]]] = {
         data, "hivemind_peers", num_workers=NUM_WORKERS
     ),
 }
-"""The words of each peer's command, given the data."""
+"""The arguments of each peer, given the data."""
 CASES = {
     "sync-easgd 2 + spare, worker": ("sync-easgd", "2", 1, "worker"),
     "async-easgd 2 + spare, worker": ("async-easgd", "2", 1, "worker"),
@@ -85,10 +85,10 @@ CASES = {
     "sync-easgd 1:2, link": ("sync-easgd", "1:2", 0, "link"),
     "async-easgd 1:2, link": ("async-easgd", "1:2", 0, "link"),
 }
-"""Method, workers, hot spares, and what is killed, or another fault."""
+"""Method, workers, hot spares, and the process that is killed, or another fault."""
 QUICK_CASES = {"sync-easgd 2 + spare, worker": CASES["sync-easgd 2 + spare, worker"]}
 _RELATIVE_TO_ONE = ("worker", "link")
-"""What is expected of these cases depends on the speed of one worker alone."""
+"""Cases whose expected goodput depends on the speed of one worker alone."""
 _START_S = 1.2
 """Seconds until a worker has started on a machine whose fork server runs."""
 _ROUND_S = 0.2
@@ -124,7 +124,7 @@ class Planned:
     for_s: float
     times: Times
     target: float
-    """Target for the goodput; for a link, relative to what is expected."""
+    """Target for the goodput; for a link, relative to the expected goodput."""
 
     @property
     def count(self) -> int:
@@ -181,7 +181,7 @@ def raydl_case(
         method: name of the method.
         workers: N, or MIN:MAX.
         spares: number of hot spares.
-        target: what is killed: worker or center.
+        target: the process that is killed: worker or center.
 
     Raises:
         WatchError: if the run ended or timed out.
@@ -215,8 +215,8 @@ def planned_case(
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as plan:
         plan.write(planned.plan())
         plan.flush()
-        words = [*endless_run(data, method, workers, 0), "--fault-plan", plan.name]
-        with Watched(words, cluster) as run:
+        arguments = [*endless_run(data, method, workers, 0), "--fault-plan", plan.name]
+        with Watched(arguments, cluster) as run:
             result = _storm(run, planned.times, None, lambda: _counted(run.folder / "run"))
             fired = len(set(re.findall(r"fault (\d+):", run.log())))
             if fired != planned.count:
@@ -263,13 +263,13 @@ def expected(
     ).prediction.goodput  # fmt: skip
 
 
-def peer_case(cluster: Cluster, times: Times, words: list[str]) -> Goodput:
-    """Return the goodput of a peer, by the words of its command; see ``raydl_case``.
+def peer_case(cluster: Cluster, times: Times, arguments: list[str]) -> Goodput:
+    """Return the goodput of a peer, by its arguments; see ``raydl_case``.
 
     Raises:
         WatchError: if the run ended or timed out.
     """
-    with Watched(words, cluster) as run:
+    with Watched(arguments, cluster) as run:
         return _storm(run, times, partial(_worker, run), lambda: _reached(run))
 
 
@@ -298,7 +298,7 @@ def _storm(
     speed = _speed(first, counted())
     try:
         quiet.append(_quiet_speed(run, times, counted))
-    except WatchError as error:  # it has not recovered from the faults
+    except WatchError as error:  # the run has not recovered from the faults
         print(f"  no quiet seconds after the faults: {str(error).splitlines()[0]}", flush=True)
     return Goodput(quiet_speed=sum(quiet) / len(quiet), speed=speed, num_kills=num_kills)
 
@@ -307,7 +307,7 @@ def _kill(run: Watched, victim: Callable[[], int | None], *, before: float) -> b
     """Kill a process as soon as there is one; return whether there was one in time."""
     while time.monotonic() < before:
         if (pid := victim()) is not None:
-            with suppress(ProcessLookupError):  # it has just ended: another one is killed
+            with suppress(ProcessLookupError):  # the process has just ended: another one is killed
                 os.kill(pid, signal.SIGKILL)
                 return True
         _pass(run, 0.1)
@@ -348,7 +348,7 @@ def _worker(run: Watched, number: int) -> int | None:
 def _center(cluster: Cluster, number: int) -> int | None:
     """Return the process of the Center actor."""
     commands = processes_of(cluster.process.pid)
-    centers = [pid for pid, words in commands.items() if words.startswith("ray::CenterActor")]
+    centers = [pid for pid, command in commands.items() if command.startswith("ray::CenterActor")]
     return max(centers, default=None)
 
 
@@ -395,21 +395,21 @@ def add_results(
         kills = sum(goodput.num_kills for goodput in of_case)
         short = name.replace(",", "").replace(" ", "-").replace("-+-", "-").lower()
         method, workers, spares, victim = CASES.get(name, ("", "", 0, ""))
-        told, target = "", TARGET if spares or victim == "center" else None
+        expected_text, target = "", TARGET if spares or victim == "center" else None
         if victim == "worker":
             speeds = {1: alone[method], NUM_WORKERS: quiet.median}
             simulated = expected(times, method, workers, spares, speeds)
-            told = f"{simulated:.3g}"
+            expected_text = f"{simulated:.3g}"
             error = Spread.of([abs(simulated / goodput.share - 1) for goodput in of_case])
             named = f"goodput.{short}.error_of_plan"
             report.add_figures(Figure(name=named, value=error, target=_WITHIN, is_better="less"))
         elif victim == "link":
             limit = limit_of_link(PLANNED[victim], alone[method], quiet.median)
-            told, target = f"{limit:.3g}", round(PLANNED[victim].target * limit, 3)
+            expected_text, target = f"{limit:.3g}", round(PLANNED[victim].target * limit, 3)
         elif victim in PLANNED:
             target = PLANNED[victim].target
         report.add_figures(Figure(name=f"goodput.{short}", value=share, target=target))
-        rows.append((name, share.text(), told, quiet.text(".4g"), kills))
+        rows.append((name, share.text(), expected_text, quiet.text(".4g"), kills))
     report.add_table(("", "goodput", "expected", "quiet samples/s", "faults"), rows)
 
 
@@ -450,8 +450,8 @@ def main() -> None:
                     raydl_case, cluster, data, times, method, workers, spares, victim
                 )
         if not options.quick:
-            for name, words_of in PEERS.items():
-                cases[name] = partial(peer_case, cluster, times, words_of(data))
+            for name, arguments_of in PEERS.items():
+                cases[name] = partial(peer_case, cluster, times, arguments_of(data))
         beginnings = tuple(options.only.split(";"))
         cases = {name: case for name, case in cases.items() if name.startswith(beginnings)}
         methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] in _RELATIVE_TO_ONE}

@@ -130,12 +130,12 @@ def report_workers(report: Report, workers: list[int], num_parameters: int, repe
 
 
 def _measure(num_parameters: int, num_workers: int, repeats: int) -> Series:
-    words = (
+    arguments = (
         "--part", "exchanges", "--parameters", str(num_parameters),
         "--workers", str(num_workers), "--repeats", str(repeats),
     )  # fmt: skip
     print(f"{num_parameters:,} parameters, {num_workers} workers", flush=True)
-    series: Series = run_part("benchmarks.growth", *words, timeout_s=_PART_S)
+    series: Series = run_part("benchmarks.growth", *arguments, timeout_s=_PART_S)
     return series
 
 
@@ -148,8 +148,8 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 def report_memory(report: Report, num_parameters: int, first: int, last: int) -> None:
     """Report the growth of memory; the allocators need the first exchanges to settle."""
-    words = ("--part", "memory", "--parameters", str(num_parameters), "--first", str(first))
-    answer = run_part("benchmarks.growth", *words, "--last", str(last), timeout_s=_PART_S)
+    arguments = ("--part", "memory", "--parameters", str(num_parameters), "--first", str(first))
+    answer = run_part("benchmarks.growth", *arguments, "--last", str(last), timeout_s=_PART_S)
     for method, ratio in answer.items():
         report.add_figures(
             Figure(
@@ -199,7 +199,7 @@ class FakeWorkerGroup:
         return [*events, *map(Reported, reports), Published((0,))]
 
     def __getattr__(self, name: str) -> Callable[..., str]:
-        return lambda *words, **more: ""
+        return lambda *arguments, **more: ""
 
 
 class NullRecorder:
@@ -208,7 +208,7 @@ class NullRecorder:
     is_writing = is_given_up = False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *words, **more: None
+        return lambda *arguments, **more: None
 
 
 def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
@@ -277,7 +277,7 @@ def report_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
         for mbit, (method, num_workers) in itertools.product(NUM_ROUNDS, cases):
             made.limit(mbit)
             case = f"{method}-{num_workers}-{mbit:.0f}-mbit"
-            made.run([_words(made.folder / case, method, num_workers, NUM_ROUNDS[mbit])])
+            made.run([_train_command(made.folder / case, method, num_workers, NUM_ROUNDS[mbit])])
             share, predicted = _shares(made.folder / case, method, num_workers, made.hosts)
             report.add_text(f"{case}: share {share:.1%} measured, {predicted:.1%} predicted.")
             report.add_figures(
@@ -288,14 +288,14 @@ def report_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
             )  # fmt: skip
 
 
-def _words(run_dir: Path, method: str, num_workers: int, num_rounds: int) -> list[str]:
+def _train_command(run_dir: Path, method: str, num_workers: int, num_rounds: int) -> list[str]:
     options = {
         "data": "digits", "model": PAUSING_MODEL, "method": method, "workers": num_workers,
         "batch-size": BATCH_SIZE, "period": PERIOD, "steps": num_rounds * PERIOD,
         "evaluation.every-epochs": 1000, "run-dir": run_dir, "run.progress": "plain",
     }  # fmt: skip
-    words = [sys.executable, "-m", "raydl", "train"]
-    return words + [str(w) for name, value in options.items() for w in (f"--{name}", value)]
+    command = [sys.executable, "-m", "raydl", "train"]
+    return command + [str(w) for name, value in options.items() for w in (f"--{name}", value)]
 
 
 def _shares(run_dir: Path, method: str, num_workers: int, hosts: Hosts) -> tuple[float, float]:

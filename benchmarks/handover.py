@@ -69,14 +69,14 @@ def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
     """
     replica, center = megabytes * 1_000_000, CENTER_MEGABYTES * 1_000_000
     os.environ.update(sizes(weights=center, state=max(4, replica - 3 * center)))
-    words = [
+    arguments = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--optimizer", OPTIMIZER,
         "--batch-size", "4", "--workers", "2" if removes else "1:2", "--period", "4",
         "--samples", _ENDLESS, "--method", method, "--lr", "0.0001",
         "--evaluation.every-epochs", _ENDLESS, "--checkpoint.every-s", "None",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
-    with Cluster(num_nodes=3) as cluster, Watched(words, cluster) as run:
+    with Cluster(num_nodes=3) as cluster, Watched(arguments, cluster) as run:
         folder = run.folder / "run"
         sampler = MemorySampler(run.process.pid, folder)
         sampler.start()
@@ -129,14 +129,14 @@ def _drain(cluster: Cluster, folder: Path) -> None:
     workers = json.loads((folder / "status.json").read_text())["workers"]
     nodes = re.findall(r"^node (\w+)$", cluster.log(), re.MULTILINE)
     (node,) = [node for node in nodes if node.endswith(workers[-1]["node"])]
-    words = [
+    command = [
         str(Path(sys.executable).with_name("ray")), "drain-node",
         "--address", cluster.environment["RAY_ADDRESS"], "--node-id", node,
         "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
         "--deadline-remaining-seconds", "600",
     ]  # fmt: skip
     environment = {**os.environ, **cluster.environment}
-    subprocess.run(words, env=environment, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
 
 
 def _bytes_in(folder: Path) -> int:

@@ -162,8 +162,8 @@ class Hosts:
             ``pid`` differs from the one in the host.
         """
         environment = {**os.environ, **(env or {})}
-        words = self._hosts[host].inside(argv)
-        process = subprocess.Popen(words, env=environment, **options)
+        command = self._hosts[host].inside(argv)
+        process = subprocess.Popen(command, env=environment, **options)
         self._processes.append(process)
         return process
 
@@ -295,8 +295,8 @@ class _Namespace:
         for entry in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):  # the process has ended meanwhile
                 if os.readlink(f"/proc/{entry}/ns/pid") == namespace and not _is_first(entry):
-                    words = Path(f"/proc/{entry}/cmdline").read_bytes()
-                    commands[int(entry)] = words.replace(b"\0", b" ").decode(errors="replace")
+                    cmdline = Path(f"/proc/{entry}/cmdline").read_bytes()
+                    commands[int(entry)] = cmdline.replace(b"\0", b" ").decode(errors="replace")
         return commands
 
     def configure(self, tool: str, *lines: str) -> None:
@@ -314,9 +314,9 @@ class _Namespace:
         Raises:
             HostsError: if it failed.
         """
-        words = ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net", *argv]
+        command = ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net", *argv]
         done = subprocess.run(
-            words, input=input, text=True, check=False, timeout=_BOUND_S,
+            command, input=input, text=True, check=False, timeout=_BOUND_S,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         if done.returncode:

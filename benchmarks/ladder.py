@@ -171,7 +171,7 @@ def add_time_parts(report: Report, kind: str, results: Mapping[str, Result]) -> 
 
     Args:
         report: the report.
-        kind: what the runs differ in, the title of the first column.
+        kind: title of the first column, for the property in which the runs differ.
         results: the figures of ``result.json``, by the name of a run.
     """
     rows = []

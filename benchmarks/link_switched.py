@@ -38,7 +38,9 @@ _UP_S = 120.0
 
 
 @contextmanager
-def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subprocess.Popen[Any]]:
+def training(
+    hosts: Cluster, data: str, arguments: Sequence[str]
+) -> Iterator[subprocess.Popen[Any]]:
     """Yield a run in the hosts that trains endlessly while this context is entered.
 
     Raises:
@@ -47,7 +49,7 @@ def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subpro
     command = [
         sys.executable, "-m", "raydl", "train", "--data", data, "--model", MODEL,
         "--method", "sync-easgd", "--workers", "2", "--batch-size", "64",
-        "--samples", "1000000000", *UNSCORED, *words,
+        "--samples", "1000000000", *UNSCORED, *arguments,
         "--run-dir", str(hosts.folder / "run"), "--run.progress", "plain",
     ]  # fmt: skip
     log_path = hosts.folder / "log"
@@ -67,7 +69,7 @@ def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subpro
 
 
 def speeds(
-    data: str, words: Sequence[str], *, mbit: int, mtu: int, repeats: int
+    data: str, arguments: Sequence[str], *, mbit: int, mtu: int, repeats: int
 ) -> dict[str, list[float]]:
     """Return the steps per second of both workers, on unlimited links and at a rate.
 
@@ -82,7 +84,7 @@ def speeds(
             cluster(2, mtu=mtu) as hosts,
         ):
             hosts.limit(mbit)
-            with training(hosts, data, words) as run:
+            with training(hosts, data, arguments) as run:
                 _wait_for_steps(run, num_steps)
                 return measure_rates(hosts.hosts, num_steps, (mbit,), repeats=repeats)
 
@@ -105,13 +107,13 @@ def main(argv: Sequence[str] | None = None) -> Any:
     ).parse_args(argv)
     if reason := why_not():
         return reason
-    data, words = data_at(options.data), shlex.split(options.settings)
+    data, arguments = data_at(options.data), shlex.split(options.settings)
     repeats = options.repeats or (2 if options.quick else 10)
     report = Report.of_command("link_switched", options)
     report.add_text(f"`{options.settings}`, packets of {options.mtu:,} bytes.")
     for mbit in MBITS[:1] if options.quick else MBITS:
         try:
-            by_rate = speeds(data, words, mbit=mbit, mtu=options.mtu, repeats=repeats)
+            by_rate = speeds(data, arguments, mbit=mbit, mtu=options.mtu, repeats=repeats)
         except RunError as error:
             return f"{error}"
         add_results(report, by_rate, (mbit,))

@@ -108,9 +108,9 @@ class Report:
 
         Its command has no folder of the results, which is a path of this machine.
         """
-        words = " ".join(sys.argv[1:])
-        words = re.sub(r" *--out[ =]\S+", "", words).strip()
-        return cls(name, f"python -m benchmarks.{name} {words}".rstrip(), options.quick)
+        arguments = " ".join(sys.argv[1:])
+        arguments = re.sub(r" *--out[ =]\S+", "", arguments).strip()
+        return cls(name, f"python -m benchmarks.{name} {arguments}".rstrip(), options.quick)
 
     def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table and print it."""
@@ -130,8 +130,8 @@ class Report:
         lines = "\n".join(figure.line() for figure in self.figures) + "\n"
         title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
         head = [title, f"    {self.command}", self.where]
-        words = {True: "met", False: "missed", None: ""}
-        rows = [(f.name, f.value.text(), target_text(f), words[f.is_met]) for f in self.figures]
+        texts = {True: "met", False: "missed", None: ""}
+        rows = [(f.name, f.value.text(), target_text(f), texts[f.is_met]) for f in self.figures]
         figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)
         print("\n\n".join([*head, figures]), end="\n\n")
         print(lines, end="", flush=True)
@@ -187,12 +187,12 @@ def _today() -> str:
 def version() -> str:
     """Return the commit of this checkout, or raydl's version if there is none."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    # Results of earlier benchmarks are no changes of what is measured.
-    what_changed = ["status", "--porcelain", "--", ":/", ":!/benchmarks/results", ":!/docs"]
+    # Results of earlier benchmarks do not change the measured code.
+    status = ["status", "--porcelain", "--", ":/", ":!/benchmarks/results", ":!/docs"]
     try:
         commit, changes = (
-            subprocess.run([*git, *words], check=True, capture_output=True, text=True).stdout
-            for words in (["rev-parse", "--short=9", "HEAD"], what_changed)
+            subprocess.run([*git, *command], check=True, capture_output=True, text=True).stdout
+            for command in (["rev-parse", "--short=9", "HEAD"], status)
         )
     except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
         return f"raydl {metadata.version('elastic-raydl')}"

@@ -139,9 +139,9 @@ def speeds_of(
         return total_speed(points, skipped=scenario.skipped, speed_of=mean_speed)
 
     def raydl(name: str) -> list[Trained]:
-        words = (*METHODS[name], "--workers", str(count), *NO_SCORES)
+        arguments = (*METHODS[name], "--workers", str(count), *NO_SCORES)
         cpus = ("--cpus-per-worker", f"{2 / count:g}")
-        return [place.train(*common, *words, *cpus)]
+        return [place.train(*common, *arguments, *cpus)]
 
     cases: dict[str, Callable[[], float]] = {
         LIMIT: lambda: speed(lambda: place.plain(*common, copies=count)),
@@ -163,17 +163,17 @@ def times_of(
 
     def raydl(name: str, seeds: Callable[[], int]) -> Reached:
         scores = ("--evaluation.every-samples", str(SCORED_EVERY))
-        words = (*METHODS[name], "--workers", "2", *scores, "--seed", str(seeds()))
+        arguments = (*METHODS[name], "--workers", "2", *scores, "--seed", str(seeds()))
         try:
-            [run] = runs.train(SLOW, lambda: [place.train(*common, *words)])
+            [run] = runs.train(SLOW, lambda: [place.train(*common, *arguments)])
         except RunError as error:
             return failed(name, error)
         return reached_by_raydl(run, accuracy=ACCURACY)
 
     def peer(name: str, start: Callable[..., Trained], seeds: Callable[[], int]) -> Reached:
-        words = ("--evaluate-every", str(SCORED_EVERY), *RATE, "--seed", str(seeds()))
+        arguments = ("--evaluate-every", str(SCORED_EVERY), *RATE, "--seed", str(seeds()))
         try:
-            [run] = runs.train(SLOW, lambda: [start(*common, *words)])
+            [run] = runs.train(SLOW, lambda: [start(*common, *arguments)])
         except RunError as error:
             return failed(name, error)
         return reached_by_peer(run, accuracy=ACCURACY)

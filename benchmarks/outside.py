@@ -92,10 +92,10 @@ class Run:
     Args:
         made: the cluster, on which one to all of its workers train.
         run_dir: folder of the run.
-        words: further options of the command.
+        arguments: further options of the command.
     """
 
-    def __init__(self, made: Cluster, run_dir: Path, *words: str) -> None:
+    def __init__(self, made: Cluster, run_dir: Path, *arguments: str) -> None:
         self.run_dir = run_dir
         self._made = made
         self._log = run_dir.with_suffix(".log")
@@ -104,7 +104,7 @@ class Run:
         command = [
             sys.executable, "-m", "raydl", "train", "--workers", f"1:{made.num_workers}",
             "--elastic.lease-s", str(LEASE_S), "--checkpoint.every-s", "1",
-            "--run.progress", "plain", "--run-dir", str(run_dir), *words,
+            "--run.progress", "plain", "--run-dir", str(run_dir), *arguments,
         ]  # fmt: skip
         with self._log.open("a") as log:
             self.process = made.hosts.popen(

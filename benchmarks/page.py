@@ -258,7 +258,7 @@ def _short(figure: Figure) -> str:
 
 
 def _first_line(benchmark: str) -> str:
-    """Return what a benchmark measures: the first line of its docstring, without importing it."""
+    """Return the first line of the docstring of a benchmark, without importing it."""
     path = Path(__file__).with_name(f"{benchmark}.py")
     text = ast.get_docstring(ast.parse(path.read_text())) if path.exists() else None
     return (text or "").partition("\n")[0].replace("``", "`")

@@ -76,14 +76,14 @@ class Setup:
         """Return the data of a model: MNIST for LeNet, else CIFAR-10."""
         return self.mnist if model == "lenet" else self.cifar
 
-    def speed(self, model: str, *words: str) -> float:
+    def speed(self, model: str, *arguments: str) -> float:
         """Return the samples per second of all workers of a run."""
-        run = self.train(model, "--seconds", str(self.seconds), *NO_SCORES, *words)
+        run = self.train(model, "--seconds", str(self.seconds), *NO_SCORES, *arguments)
         return total_speed([run.points], skipped=_SKIPPED_S)
 
-    def train(self, model: str, *words: str) -> Trained:
+    def train(self, model: str, *arguments: str) -> Trained:
         """Run ``raydl train`` on this machine."""
-        return self.work.train("--model", model, "--data", self.data_for(model), *words)
+        return self.work.train("--model", model, "--data", self.data_for(model), *arguments)
 
 
 def add_speeds(
@@ -102,11 +102,11 @@ def add_speeds(
 
 def measure_layers(setup: Setup, report: Report) -> None:
     """Compare one message per exchange with a message per tensor."""
-    words = ("--method", "sync-easgd", "--period", "1", "--workers", "2")
+    arguments = ("--method", "sync-easgd", "--period", "1", "--workers", "2")
     for model in ("lenet",) if setup.is_quick else ("lenet", "resnet20"):
         cases = {
-            "per tensor": partial(setup.speed, model, *words, "--exchange.no-packed"),
-            "packed": partial(setup.speed, model, *words),
+            "per tensor": partial(setup.speed, model, *arguments, "--exchange.no-packed"),
+            "packed": partial(setup.speed, model, *arguments),
         }
         speeds = interleaved(cases, repeats=setup.repeats)
         add_speeds(report, f"messages, {model}", speeds, "per tensor")
@@ -211,9 +211,9 @@ def measure_weak(setup: Setup, report: Report) -> None:
     )
 
 
-def _plan(*words: str) -> Any:
+def _plan(*arguments: str) -> Any:
     """Return the predictions of ``raydl plan``."""
-    command = [sys.executable, "-m", "raydl", "plan", *words, "--json"]
+    command = [sys.executable, "-m", "raydl", "plan", *arguments, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_STEP_S,
@@ -234,7 +234,7 @@ _ON_HOSTS_S = {"vgg11-cifar": 40.0}
 """Seconds of training on several hosts, where a step of this network takes up to 3 s."""
 
 
-def _words_of(model: str, allreduce: str) -> tuple[str, ...]:
+def _arguments_of(model: str, allreduce: str) -> tuple[str, ...]:
     return (
         "--method", "sync-sgd", "--period", "1", "--workers", str(NUM_HOSTS),
         "--batch-size", str(_BATCHES[model]), "--allreduce", allreduce,
@@ -245,7 +245,7 @@ def measure_networks(setup: Setup, report: Report) -> None:
     """Compare the all-reduces on four networks, on one node and on several."""
 
     def on_one_node(model: str, allreduce: str) -> float:
-        return setup.speed(model, *_words_of(model, allreduce), "--cpus-per-worker", "0.5")
+        return setup.speed(model, *_arguments_of(model, allreduce), "--cpus-per-worker", "0.5")
 
     _compare_allreduces(setup, report, "one node", on_one_node)
     if reason := why_not():
@@ -268,7 +268,7 @@ def _speed_on_hosts(
     seconds = setup.seconds if setup.is_quick else max(setup.seconds, _ON_HOSTS_S.get(model, 0.0))
     result = hosts.train(
         "--model", model, "--data", data[model], "--seconds", str(seconds),
-        *_words_of(model, allreduce),
+        *_arguments_of(model, allreduce),
     )  # fmt: skip
     return float(result["steady_samples_per_s"])
 
@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in chosen:
             try:
                 EXPERIMENTS[name](setup, report)
-            except (RunError, AssertionError) as error:  # the others take an hour or two
+            except (RunError, AssertionError) as error:  # the other experiments take an hour or two
                 report.add_text(f"{name} was not measured: {error}")
                 failed.append(name)
     report.close(options.out)

@@ -81,8 +81,8 @@ def run_partitioned(made: Cluster, method: str, cuts: Sequence[Cut]) -> Observed
 
     observed = Observed()
     run_dir = made.folder / f"{method}-{len(list(made.folder.iterdir()))}"
-    words = (*DIGITS, "--method", method, "--period", "4")
-    with Run(made, run_dir, *words, "--epochs", "1000000") as run:
+    arguments = (*DIGITS, "--method", method, "--period", "4")
+    with Run(made, run_dir, *arguments, "--epochs", "1000000") as run:
         run.wait_until_all_train(observed, UP_S)
         for number, cut in enumerate(cuts):
             cut_off(made, run, cut, observed)
@@ -91,7 +91,7 @@ def run_partitioned(made: Cluster, method: str, cuts: Sequence[Cut]) -> Observed
             run.print_refused()
         run.stop(observed)
         num_epochs = math.floor(run.result()["samples"] / _EPOCH_SAMPLES) + 2
-    with Run(made, run_dir, *words, "--epochs", str(num_epochs), "--resume") as run:
+    with Run(made, run_dir, *arguments, "--epochs", str(num_epochs), "--resume") as run:
         run.end(observed)
         samples = run.result()["samples"]
         if samples != num_epochs * _EPOCH_SAMPLES:

@@ -37,11 +37,11 @@ def parser_of_parts(doc: str | None, **more: dict[str, Any]) -> argparse.Argumen
     """
     hidden = argparse.SUPPRESS
     own: dict[str, dict[str, Any]] = {"part": {}, "answer": {"type": Path}, **more}
-    return options_of(doc, **{name: {**words, "help": hidden} for name, words in own.items()})
+    return options_of(doc, **{name: {**settings, "help": hidden} for name, settings in own.items()})
 
 
-def run_part(module: str, *words: str, timeout_s: float) -> Any:
-    """Run ``python -m MODULE WORDS --answer FILE`` and return its answer.
+def run_part(module: str, *arguments: str, timeout_s: float) -> Any:
+    """Run ``python -m MODULE ARGUMENTS --answer FILE`` and return its answer.
 
     The process and all processes that it started have ended when this returns.
 
@@ -51,7 +51,7 @@ def run_part(module: str, *words: str, timeout_s: float) -> Any:
     end_cleanly()
     with tempfile.TemporaryDirectory(prefix="raydl-", ignore_cleanup_errors=True) as folder:
         answer, log = Path(folder) / "answer", Path(folder) / "log"
-        command = [sys.executable, "-m", module, *words, "--answer", str(answer)]
+        command = [sys.executable, "-m", module, *arguments, "--answer", str(answer)]
         with log.open("w") as out:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment(folder), stdout=out, stderr=out,
@@ -65,7 +65,7 @@ def run_part(module: str, *words: str, timeout_s: float) -> Any:
                 end_sessions([process])
         if code != 0 or not answer.exists():
             how = f"did not end within {timeout_s:.0f} s" if code is None else f"ended with {code}"
-            raise RuntimeError(f"{' '.join(words)} {how}:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"{' '.join(arguments)} {how}:\n{log.read_text()[-4000:]}")
         return json.loads(answer.read_text())
 
 

@@ -60,12 +60,12 @@ def wait_for(
             break
         time.sleep(0.05)
     codes = [process.poll() for process in started]
-    for code, words, log in zip(codes, programs, logs, strict=True):
+    for code, command, log in zip(codes, programs, logs, strict=True):
         if code:
-            raise RunError(f"`{' '.join(words)}` failed:\n{end_of(log)}")
-    for code, words, log in zip(codes, programs, logs, strict=True):
+            raise RunError(f"`{' '.join(command)}` failed:\n{end_of(log)}")
+    for code, command, log in zip(codes, programs, logs, strict=True):
         if code is None:
-            raise RunError(f"`{' '.join(words)}` took over {bound_s:.0f} s:\n{end_of(log)}")
+            raise RunError(f"`{' '.join(command)}` took over {bound_s:.0f} s:\n{end_of(log)}")
 
 
 def end_of(log: Path) -> str:

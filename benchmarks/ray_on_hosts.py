@@ -105,7 +105,7 @@ def rejoin_ray(
 
 def has_ray(hosts: Hosts, host: int) -> bool:
     """Return whether the node of a host runs."""
-    return any("/raylet/raylet " in words for words in hosts.processes(host).values())
+    return any("/raylet/raylet " in command for command in hosts.processes(host).values())
 
 
 def join_ray(
@@ -120,10 +120,10 @@ def join_ray(
         environment: the environment that ``start_ray`` returned.
     """
     ray = str(Path(sys.executable).with_name("ray"))
-    words = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]
+    command = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]
     with (folder / _LOG).open("w") as log:
         environment = {**environment, "RAY_ADDRESS": ""}
-        return hosts.popen(host, words, env=environment, stdout=log, stderr=log)
+        return hosts.popen(host, command, env=environment, stdout=log, stderr=log)
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:

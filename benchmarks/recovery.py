@@ -107,7 +107,7 @@ def pauses_of(steps: list[Step], *, killed_at: float, until: float) -> tuple[flo
 
 
 def endless_run(data: str, method: str, workers: str, spares: int) -> list[str]:
-    """Return the words of a run of raydl that does not end by itself."""
+    """Return the arguments of a run of raydl that does not end by itself."""
     return [
         "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
         "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
@@ -117,7 +117,7 @@ def endless_run(data: str, method: str, workers: str, spares: int) -> list[str]:
 
 
 def endless_peer(data: str, *, num_workers: int, max_failures: int) -> list[str]:
-    """Return the words of a run of Ray Train that does not end by itself."""
+    """Return the arguments of a run of Ray Train that does not end by itself."""
     return [
         "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
         "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
@@ -127,12 +127,12 @@ def endless_peer(data: str, *, num_workers: int, max_failures: int) -> list[str]
 
 
 def endless_replicas(data: str, module: str, *more: str, num_workers: int) -> list[str]:
-    """Return the words of a run of torchft or hivemind that does not end by itself.
+    """Return the arguments of a run of torchft or hivemind that does not end by itself.
 
     Args:
         data: folder of the data set.
         module: module in ``benchmarks.peers``.
-        more: further words.
+        more: further arguments.
         num_workers: number of replicas.
     """
     return [
@@ -333,7 +333,7 @@ def main() -> None:
         if options.quick:
             data = cut_set(data, Path(folder) / "set", num_train=_QUICK_SAMPLES)
         cases: dict[str, Callable[[], Recovery]] = {
-            name: partial(raydl_case, cluster, data, *words, [0]) for name, words in ours.items()
+            name: partial(raydl_case, cluster, data, *case, [0]) for name, case in ours.items()
         }
         cases[PEER] = partial(peer_case, cluster, data, num_workers, [0])
         try:

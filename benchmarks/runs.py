@@ -87,22 +87,22 @@ class Workplace:
         )  # fmt: skip
         return str(path)
 
-    def train(self, *words: str, run_dir: Path | None = None) -> Trained:
+    def train(self, *arguments: str, run_dir: Path | None = None) -> Trained:
         """Run ``raydl train``.
 
         Args:
-            words: options.
+            arguments: options.
             run_dir: folder of the run; None: a new one.
 
         Raises:
             RunError: if the run failed or took too long.
         """
         run_dir = run_dir or self._new("run")
-        self._run([sys.executable, "-m", "raydl", "train", *words, "--run-dir", str(run_dir)])
+        self._run([sys.executable, "-m", "raydl", "train", *arguments, "--run-dir", str(run_dir)])
         result = json.loads((run_dir / "result.json").read_text())
         return Trained(result=result, points=_points_of_run(run_dir), folder=run_dir)
 
-    def plain(self, *words: str, copies: int = 1) -> list[Trained]:
+    def plain(self, *arguments: str, copies: int = 1) -> list[Trained]:
         """Run plain PyTorch in independent, simultaneous processes.
 
         Raises:
@@ -110,10 +110,10 @@ class Workplace:
         """
         names = [self._new("plain") for _ in range(copies)]
         module = [sys.executable, "-m", "benchmarks.peers.plain"]
-        self._run(*([*module, *words, *_files(name)] for name in names))
+        self._run(*([*module, *arguments, *_files(name)] for name in names))
         return [_read_peer(name) for name in names]
 
-    def ddp(self, *words: str, num_workers: int = 2) -> Trained:
+    def ddp(self, *arguments: str, num_workers: int = 2) -> Trained:
         """Run DistributedDataParallel.
 
         Raises:
@@ -122,10 +122,10 @@ class Workplace:
         name = self._new("ddp")
         start = ["-m", "torch.distributed.run", "--standalone"]
         module = [*start, "--nproc-per-node", str(num_workers), "-m", "benchmarks.peers.ddp"]
-        self._run([sys.executable, *module, *words, *_files(name)])
+        self._run([sys.executable, *module, *arguments, *_files(name)])
         return _read_peer(name)
 
-    def ray_train(self, *words: str, num_workers: int = 2) -> Trained:
+    def ray_train(self, *arguments: str, num_workers: int = 2) -> Trained:
         """Run Ray Train's TorchTrainer.
 
         Raises:
@@ -133,7 +133,7 @@ class Workplace:
         """
         name = self._new("ray-train")
         module = ["-m", "benchmarks.peers.ray_train", "--workers", str(num_workers)]
-        self._run([sys.executable, *module, *words, *_files(name)])
+        self._run([sys.executable, *module, *arguments, *_files(name)])
         return _read_peer(name)
 
     def _new(self, name: str) -> Path:
@@ -146,11 +146,11 @@ class Workplace:
         logs = [self._new("log") for _ in programs]
         started: list[subprocess.Popen[bytes]] = []
         try:
-            for words, path in zip(programs, logs, strict=True):
+            for command, path in zip(programs, logs, strict=True):
                 with path.open("w") as log:
                     started.append(
                         subprocess.Popen(
-                            words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+                            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
                             stdout=log, stderr=log, start_new_session=True,
                         )
                     )  # fmt: skip

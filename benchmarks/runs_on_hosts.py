@@ -71,14 +71,14 @@ class Cluster:
         """Set the rate of all links, in Mbit/s."""
         self.hosts.limit(mbit)
 
-    def train(self, *words: str, is_scored: bool = False) -> dict[str, Any]:
+    def train(self, *arguments: str, is_scored: bool = False) -> dict[str, Any]:
         """Run ``raydl train`` in host 0 and return the figures of ``result.json``.
 
         A further figure is ``steady_samples_per_s``, from the first record of the training to the
         last.
 
         Args:
-            words: options of the command.
+            arguments: options of the command.
             is_scored: whether evaluations and checkpoints follow the options; else the center is
                 evaluated at the end only.
 
@@ -88,7 +88,7 @@ class Cluster:
         run_dir = self.folder / f"run-{next(self._numbers)}"
         quiet = () if is_scored else UNSCORED
         self.run(
-            [(sys.executable, "-m", "raydl", "train", *words, *quiet, "--run-dir", str(run_dir),
+            [(sys.executable, "-m", "raydl", "train", *arguments, *quiet, "--run-dir", str(run_dir),
               "--run.progress", "plain")],
         )  # fmt: skip
         result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
@@ -113,11 +113,11 @@ class Cluster:
         logs = [self.folder / f"log-{next(self._numbers)}" for _ in programs]
         started = []
         try:
-            for host, (words, path) in enumerate(zip(programs, logs, strict=True)):
+            for host, (command, path) in enumerate(zip(programs, logs, strict=True)):
                 with path.open("w") as log:
                     started.append(
                         self.hosts.popen(
-                            host, words, env=environment, cwd=ROOT, stdout=log, stderr=log
+                            host, command, env=environment, cwd=ROOT, stdout=log, stderr=log
                         )
                     )
             wait_for(started, programs, logs, bound_s=BOUND_S)

@@ -261,7 +261,7 @@ class ChurningWorkerGroup:
         return "workers"
 
     def __getattr__(self, name: str) -> Callable[..., str]:
-        return lambda *words, **more: ""
+        return lambda *arguments, **more: ""
 
 
 class CountingWriter:
@@ -277,7 +277,7 @@ class CountingWriter:
         self.names.update(values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *words, **more: None
+        return lambda *arguments, **more: None
 
 
 class Driver:
@@ -723,12 +723,12 @@ class Trees:
     def measure(self, name: str, part: str, workers: int, amount: float) -> Values:
         """Measure a part with a version and return its values."""
         tree, answer = self._folder / name, self._folder / "answer"
-        words = ("--part", part, "--workers", workers, "--amount", amount, "--answer", answer)
+        arguments = ("--part", part, "--workers", workers, "--amount", amount, "--answer", answer)
         environment = {
             **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "",
             "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self._folder),
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.scale", *map(str, words)]
+        command = [sys.executable, "-m", "benchmarks.scale", *map(str, arguments)]
         done = subprocess.run(
             command, cwd=tree, env=environment, timeout=_PART_S, capture_output=True, text=True
         )

@@ -84,18 +84,18 @@ _PARTS = {
 Moments = dict[str, float]
 
 
-def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> Moments:
+def start(arguments: tuple[str, ...], data: str, cluster: Cluster | None = None) -> Moments:
     """Start a run, wait for its first step, end it, and return the observed moments.
 
     Args:
-        words: words of its command, without the data.
+        arguments: arguments of the interpreter, without the data.
         data: folder of the data set.
         cluster: cluster of the run; None: the run starts its own Ray.
 
     Raises:
         WatchError: if the run took no step in time.
     """
-    with Watched([*words, "--data", data], cluster) as run:
+    with Watched([*arguments, "--data", data], cluster) as run:
         first = f"{NUM_WORKERS} workers have taken a step"
         run.wait_until(lambda: run.num_training() >= NUM_WORKERS, first, within_s=_UP_S)
         steps, built = run.steps(), run.built()
@@ -110,7 +110,7 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
         if cluster is None:
             ray = [p for p, line in processes_of(run.process.pid).items() if "gcs_server" in line]
             moments |= {_RAY: min(map(started_at, ray))} if ray else {}
-        if "torch.distributed.run" in words:  # its ranks are in sessions of their own
+        if "torch.distributed.run" in arguments:  # its ranks have sessions of their own
             run.end(within_s=_END_S)
         return {name: moment - run.began_at for name, moment in moments.items()}
 
@@ -136,9 +136,9 @@ def seconds_by_package() -> list[tuple[str, float]]:
     return [(name, micros / 1e6) for name, micros in by_package.most_common(8)]
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, check=True, capture_output=True, text=True,
+        [sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True, text=True,
         timeout=_PROBE_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -150,7 +150,7 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
         "Ray Train": partial(start, _PEER, data, cluster),
     }
     if cluster is None:
-        cases |= {name: partial(start, words, data) for name, words in _WITHOUT_RAY.items()}
+        cases |= {name: partial(start, arguments, data) for name, arguments in _WITHOUT_RAY.items()}
     for name, case in cases.items() if repeats > 1 else ():
         case()
         print(f"  {form}: {name}, not measured", flush=True)

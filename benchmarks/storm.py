@@ -121,7 +121,9 @@ class Storm:
     def _signal(self, name: str, number: signal.Signals) -> int | None:
         """Send a signal to a random actor of a class and return its process id, or None."""
         processes = [self._hosts.processes(host).items() for host in range(self._hosts.number)]
-        pids = [p for items in processes for p, words in items if words.startswith(f"ray::{name}")]
+        pids = [
+            p for items in processes for p, command in items if command.startswith(f"ray::{name}")
+        ]
         if not pids:
             return None
         pid = self._random.choice(sorted(pids))

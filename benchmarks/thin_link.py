@@ -59,14 +59,16 @@ NUM_SAMPLES = {
 MASTER_PORT = "29500"
 
 
-def train(hosts: Cluster, mbit: float, data: str, num_samples: int, words: Sequence[str]) -> float:
+def train(
+    hosts: Cluster, mbit: float, data: str, num_samples: int, arguments: Sequence[str]
+) -> float:
     """Return the samples per second of sync-easgd at a link rate."""
     hosts.limit(mbit)
-    result = hosts.train(*_common(data, num_samples), *words)
+    result = hosts.train(*_common(data, num_samples), *arguments)
     return float(result["steady_samples_per_s"])
 
 
-def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int, *words: str) -> float:
+def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int, *arguments: str) -> float:
     """Return the samples per second of torchrun's DDP at a link rate, with further options."""
     hosts.limit(mbit)
     path = hosts.folder / "ddp.json"
@@ -77,7 +79,7 @@ def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int, *words: 
             "--master-addr", hosts.hosts.address(0), "--master-port", MASTER_PORT,
             "-m", "benchmarks.peers.ddp", "--model", "lenet", "--data", data,
             "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), "--seed", "0",
-            "--result", str(path), *words,
+            "--result", str(path), *arguments,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -87,11 +89,11 @@ def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int, *words: 
     return float(result["samples"]) / float(result["seconds"])
 
 
-def samples_to(hosts: Cluster, data: str, seed: int, words: Sequence[str]) -> float:
+def samples_to(hosts: Cluster, data: str, seed: int, arguments: Sequence[str]) -> float:
     """Return the samples at the first evaluation with 98.5%, or infinity."""
     hosts.limit(UNLIMITED_MBIT)
     result = hosts.train(
-        *_common(data, SCORED_SAMPLES), *words, "--seed", str(seed),
+        *_common(data, SCORED_SAMPLES), *arguments, "--seed", str(seed),
         "--evaluation.every-samples", str(SCORED_EVERY), "--stop-at-accuracy", str(ACCURACY),
         is_scored=True,
     )  # fmt: skip
@@ -116,10 +118,10 @@ def measure_rates(
     }
     settings: dict[str, Sequence[str]] = {"unlimited": ()}
     for mbit in mbits:
-        for name, words in (("ours", SETTINGS), ("also", shlex.split(options.also))):
-            if words:
-                settings[f"{name}.{mbit}"] = words
-                cases[f"{name}.{mbit}"] = partial(train, hosts, mbit, data, num["ours"], words)
+        for name, arguments in (("ours", SETTINGS), ("also", shlex.split(options.also))):
+            if arguments:
+                settings[f"{name}.{mbit}"] = arguments
+                cases[f"{name}.{mbit}"] = partial(train, hosts, mbit, data, num["ours"], arguments)
         cases[f"ddp.{mbit}"] = partial(train_ddp, hosts, mbit, data, num[f"ddp.{mbit}"])
         cases[f"ddp-powersgd.{mbit}"] = partial(
             train_ddp, hosts, mbit, data, num["powersgd"], "--powersgd"
@@ -160,11 +162,11 @@ def _rate_figures(rates: Mapping[str, Sequence[float]], mbit: int) -> list[Figur
 def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace) -> None:
     """Measure and report the samples to 98.5%, with a seed per repeat."""
     seeds = range(options.repeats or 3)
-    words_of: dict[str, Sequence[str]] = {"defaults": (), "ours": SETTINGS}
-    samples: dict[str, list[float]] = {name: [] for name in words_of}
+    arguments_of: dict[str, Sequence[str]] = {"defaults": (), "ours": SETTINGS}
+    samples: dict[str, list[float]] = {name: [] for name in arguments_of}
     for seed in seeds:
-        for name, words in words_of.items():
-            samples[name].append(samples_to(hosts, options.data, seed, words))
+        for name, arguments in arguments_of.items():
+            samples[name].append(samples_to(hosts, options.data, seed, arguments))
             print(f"  seed {seed} {name}: {samples[name][-1]:,.0f} samples", flush=True)
     report.add_table(
         (f"samples to {ACCURACY:.1%}", *(f"seed {seed}" for seed in seeds)),

@@ -44,7 +44,7 @@ from raydl.core.methods import METHODS
 NUM_WORKERS = 2
 OURS, ALSO, PEER, TIED = "sync-easgd", "also", "Ray Train", "hogwild-easgd"
 TUNED = " tuned"
-"""What is added to the name of a method whose learning rate and momentum were chosen."""
+"""Suffix of the name of a method whose learning rate and momentum were chosen."""
 OVER_PEER = 1.3
 TIE = 0.95
 """Lower bound for the time of ``TIED``: runs with the same seed differ by as much."""
@@ -58,7 +58,7 @@ class Rate:
     momentum: float
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def arguments(self) -> tuple[str, ...]:
         """Options of raydl and of the peer."""
         return "--lr", str(self.lr), "--momentum", str(self.momentum)
 
@@ -80,7 +80,7 @@ class Plan:
     scored_every: int
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def arguments(self) -> tuple[str, ...]:
         """Options of both sides."""
         length = ("--samples", str(self.samples), "--stop-at-accuracy", str(self.accuracy))
         return "--model", "lenet", "--batch-size", "64", *length
@@ -160,12 +160,12 @@ def train_peer(place: Workplace, data: str, plan: Plan, rate: Rate) -> Reached:
     Raises:
         RunError: if the run fails or times out.
     """
-    run = place.ddp(*_peer_words(data, plan, rate, seed=0), num_workers=NUM_WORKERS)
+    run = place.ddp(*_peer_arguments(data, plan, rate, seed=0), num_workers=NUM_WORKERS)
     return reached_by_peer(run, accuracy=plan.accuracy)
 
 
 def train_raydl(
-    place: Workplace, data: str, plan: Plan, words: Sequence[str], *, seed: int = 0
+    place: Workplace, data: str, plan: Plan, arguments: Sequence[str], *, seed: int = 0
 ) -> Reached:
     """Train raydl with some options.
 
@@ -173,24 +173,24 @@ def train_raydl(
         RunError: if the run fails or times out.
     """
     scores = ("--evaluation.every-samples", str(plan.scored_every))
-    common = ("--data", data, *plan.words, *scores, "--workers", str(NUM_WORKERS))
+    common = ("--data", data, *plan.arguments, *scores, "--workers", str(NUM_WORKERS))
     return reached_by_raydl(
-        place.train(*common, *words, "--seed", str(seed)), accuracy=plan.accuracy
+        place.train(*common, *arguments, "--seed", str(seed)), accuracy=plan.accuracy
     )
 
 
-def tuned_words(place: Workplace, data: str, plan: Plan, method: str) -> tuple[str, ...]:
+def tuned_arguments(place: Workplace, data: str, plan: Plan, method: str) -> tuple[str, ...]:
     """Return the options of a method at its best learning rate and momentum."""
 
     def train(rate: Rate) -> Reached:
-        return train_raydl(place, data, plan, ("--method", method, *rate.words))
+        return train_raydl(place, data, plan, ("--method", method, *rate.arguments))
 
-    return ("--method", method, *best_rate(method, train, RATES).words)
+    return ("--method", method, *best_rate(method, train, RATES).arguments)
 
 
-def _peer_words(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[str, ...]:
+def _peer_arguments(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[str, ...]:
     scores = ("--evaluate-every", str(plan.scored_every))
-    return "--data", data, *plan.words, *scores, *rate.words, "--seed", str(seed)
+    return "--data", data, *plan.arguments, *scores, *rate.arguments, "--seed", str(seed)
 
 
 def cases_of(
@@ -215,9 +215,9 @@ def cases_of(
             return failed(name, error)
 
     def ray_train(seeds: Callable[[], int]) -> Reached:
-        words = _peer_words(data, plan, rate, seed=seeds())
+        arguments = _peer_arguments(data, plan, rate, seed=seeds())
         try:
-            run = place.ray_train(*words, num_workers=NUM_WORKERS)
+            run = place.ray_train(*arguments, num_workers=NUM_WORKERS)
         except RunError as error:
             return failed(PEER, error)
         return reached_by_peer(run, accuracy=plan.accuracy)
@@ -316,7 +316,7 @@ def main() -> None:
         train = partial(train_peer, place, data, plan)
         rate = _QUICK_RATE if options.quick else best_rate(PEER, train, RATES)
         for method in tuned:
-            name, chosen = f"{method}{TUNED}", tuned_words(place, data, plan, method)
+            name, chosen = f"{method}{TUNED}", tuned_arguments(place, data, plan, method)
             methods[name] = chosen
             report.add_text(f"{name}: {' '.join(chosen)}")
         cases = cases_of(place, data, plan, rate, methods)

@@ -118,7 +118,7 @@ class Session:
     and the folder is deleted, at the end of the context.
 
     Args:
-        command: words of the command; ``{folder}`` is replaced by the folder.
+        command: the program and its arguments; ``{folder}`` is replaced by the folder.
         environment: further environment variables.
     """
 
@@ -129,14 +129,14 @@ class Session:
             FOLDER: str(self.folder),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            # So that all files are deleted, also those of programs that are killed.
+            # All temporary files are in the folder: those of killed programs are deleted, too.
             "RAY_TMPDIR": str(self.folder),
             "TMPDIR": str(self.folder),
         }
         with (self.folder / "log.txt").open("w") as log:
             self.began_at = time.monotonic()
             self.process = subprocess.Popen(
-                [word.replace("{folder}", str(self.folder)) for word in command],
+                [argument.replace("{folder}", str(self.folder)) for argument in command],
                 cwd=ROOT, env={**inherited, **own, **environment},
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -217,14 +217,14 @@ class Watched(Session):
     """A training run that notes its steps.
 
     Args:
-        words: words of the command after the interpreter.
+        arguments: arguments of the interpreter.
         cluster: the cluster of the run; None: the run starts its own Ray.
     """
 
-    def __init__(self, words: Sequence[str], cluster: Cluster | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], cluster: Cluster | None = None) -> None:
         for path in _notes_in(cluster.folder) if cluster else []:
             path.unlink()  # a note of the previous run
-        super().__init__([sys.executable, *words], cluster.environment if cluster else {})
+        super().__init__([sys.executable, *arguments], cluster.environment if cluster else {})
         self._notes_at = cluster.folder if cluster else self.folder
 
     def steps(self) -> dict[int, list[Step]]:
@@ -279,8 +279,8 @@ def processes_of(session: int) -> dict[int, str]:
         with suppress(OSError):  # the process has ended
             state, _, _, session_of_process = _stat(int(entry.name))[:4]
             if int(session_of_process) == session and state not in "ZX":
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                commands[int(entry.name)] = words.decode(errors="replace").strip()
+                cmdline = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                commands[int(entry.name)] = cmdline.decode(errors="replace").strip()
     return commands
 
 

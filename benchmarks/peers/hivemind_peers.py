@@ -29,14 +29,14 @@ _HOST = "/ip4/127.0.0.1/tcp/0"
 _MATCHMAKING_S, _AVERAGING_S = 1.0, 5.0
 
 
-def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
+def launch(settings: Settings, arguments: list[str], *, num_replicas: int) -> None:
     """Run the bootstrap peer and the others, until these have ended by themselves."""
     import hivemind
 
     dht = hivemind.DHT(host_maddrs=[_HOST], start=True)
     addresses = ",".join(str(address) for address in dht.get_visible_maddrs())
     own = {_PEERS: addresses}
-    supervise(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
+    supervise(MODULE, arguments, settings=settings, environment=own, num_replicas=num_replicas)
     dht.shutdown()
 
 

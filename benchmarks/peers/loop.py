@@ -369,9 +369,9 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
         doc: docstring of the peer; its first line is the description.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    words = ("model", "data", "events", "result")
+    strings = ("model", "data", "events", "result")
     numbers = ("lr", "momentum", "warmup", "seconds", "stop_at_accuracy")
-    kinds: dict[str, Callable[[str], Any]] = {**dict.fromkeys(words, str)}
+    kinds: dict[str, Callable[[str], Any]] = {**dict.fromkeys(strings, str)}
     kinds |= dict.fromkeys(numbers, float)
     for field in fields(Settings):
         kind = kinds.get(field.name, int)

@@ -28,7 +28,7 @@ _DECODED = "RAYDL_BENCHMARK_DECODED"
 
 def supervise(
     module: str,
-    words: list[str],
+    arguments: list[str],
     *,
     settings: Settings,
     environment: dict[str, str],
@@ -41,7 +41,7 @@ def supervise(
 
     Args:
         module: module of a replica; it gets the option ``--replica NUMBER``.
-        words: further words of its command.
+        arguments: further arguments of its command.
         settings: settings of the run.
         environment: further environment variables.
         num_replicas: number of replicas.
@@ -51,7 +51,7 @@ def supervise(
         pickle.dump(read_data(settings), decoded)
         decoded.flush()
         all_variables = {**os.environ, **environment, _DECODED: decoded.name}
-        command = [sys.executable, "-m", module, *words, "--replica"]
+        command = [sys.executable, "-m", module, *arguments, "--replica"]
 
         def start(number: int) -> subprocess.Popen[bytes]:
             return subprocess.Popen([*command, str(number)], env=all_variables)
@@ -72,7 +72,7 @@ def supervise(
 
 
 class Replica:
-    """What a replica trains: its model, and random batches of the decoded data.
+    """The model of a replica, and its random batches of the decoded data.
 
     Args:
         settings: settings of the run.

@@ -37,7 +37,7 @@ _HOST = "127.0.0.1"
 MODULE = "benchmarks.peers.torchft_replicas"
 
 
-def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
+def launch(settings: Settings, arguments: list[str], *, num_replicas: int) -> None:
     """Run a lighthouse and the replicas, until all have ended by themselves."""
     from torchft.coordination import LighthouseServer
 
@@ -50,7 +50,7 @@ def launch(settings: Settings, words: list[str], *, num_replicas: int) -> None:
     )
     port = lighthouse.address().rpartition(":")[2].rstrip("/")
     own = {"TORCHFT_LIGHTHOUSE": f"http://{_HOST}:{port}"}
-    supervise(MODULE, words, settings=settings, environment=own, num_replicas=num_replicas)
+    supervise(MODULE, arguments, settings=settings, environment=own, num_replicas=num_replicas)
     lighthouse.shutdown()
 
 
