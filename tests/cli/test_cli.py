@@ -143,7 +143,7 @@ def test_the_version_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (("methods", "--json"), "raydl methods takes no options, got --json"),
         (("models", "foo"), "raydl models takes no options, got foo"),
@@ -152,8 +152,8 @@ def test_the_version_is_printed(capsys):
         (("evaluate", "no/run"), "no/run: no run is there; give the folder that raydl train"),
     ],
 )
-def test_unknown_arguments_are_refused(capsys, words, sentence):
-    assert error_of(capsys, *words).startswith(sentence)
+def test_unknown_arguments_are_refused(capsys, arguments, sentence):
+    assert error_of(capsys, *arguments).startswith(sentence)
 
 
 def test_unknown_commands_list_the_nearest(capsys):

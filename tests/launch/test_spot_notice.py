@@ -49,7 +49,7 @@ class FakeMetadataService:
                 self.end_headers()
                 self.wfile.write(text.encode())
 
-            def log_message(self, *words):
+            def log_message(self, *arguments):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""What raydl submit sends as a Ray job, without Ray."""
+"""The Ray job that ``raydl submit`` makes, tested without Ray."""
 
 import itertools
 import re
@@ -22,12 +22,12 @@ from raydl.launch.submission import (
 from raydl.ray_backend import session as ray_session
 
 
-def plan_of(*words):
-    return plan_run(words, cli.parse_train(words), message_id="20261121-150000")
+def plan_of(*options):
+    return plan_run(options, cli.parse_train(options), message_id="20261121-150000")
 
 
 def error_of(capsys, *arguments):
-    """Run ``raydl submit`` with a mistake and return its one sentence."""
+    """Run ``raydl submit``, which must fail with one sentence, and return it."""
     assert cli.main(["submit", *arguments]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1
@@ -37,7 +37,7 @@ def error_of(capsys, *arguments):
 # the command
 
 
-def test_a_run_without_a_place_is_kept_in_the_heads_home_under_a_name_that_stays():
+def test_a_run_without_a_folder_is_kept_in_the_heads_home_under_a_fixed_name():
     plan = plan_of("--epochs", "2")
     assert plan.place == "~/raydl-runs/sync-easgd-lenet-20261121-150000"
     assert plan.command() == (
@@ -48,7 +48,7 @@ def test_a_run_without_a_place_is_kept_in_the_heads_home_under_a_name_that_stays
 
 
 @pytest.mark.parametrize(
-    ("words", "place", "folder"),
+    ("options", "place", "folder"),
     [
         (("--run-dir", "runs/a"), "~/raydl-runs/a", '"$HOME"/raydl-runs/a'),
         (("--run-dir", "/shared/a"), "/shared/a", "/shared/a"),
@@ -58,18 +58,18 @@ def test_a_run_without_a_place_is_kept_in_the_heads_home_under_a_name_that_stays
         (("--name=a", "--storage-path", "s3://b/c"), "s3://b/c/a", "runs/a"),
     ],
 )
-def test_a_run_is_kept_where_every_later_job_finds_it(words, place, folder):
-    plan = plan_of(*words)
+def test_a_run_is_kept_where_every_later_job_finds_it(options, place, folder):
+    plan = plan_of(*options)
     assert plan.place == place
     assert plan.options.endswith(f" --run-dir {folder}")
     assert plan.how_to_continue == "the same command with --resume"
 
 
 def test_the_command_has_the_options_of_the_run():
-    words = ["--method", "async-easgd", "--data", "/a folder/with spaces", "--run-dir", "/runs/a"]
-    command = shlex.split(plan_of(*words).command())
+    options = ["--method", "async-easgd", "--data", "/a folder/with spaces", "--run-dir", "/runs/a"]
+    command = shlex.split(plan_of(*options).command())
     assert command[:5] == ["exec", "python", "-m", "raydl", "train"]
-    assert to_dict(cli.parse_train(command[5:])) == to_dict(cli.parse_train(words))
+    assert to_dict(cli.parse_train(command[5:])) == to_dict(cli.parse_train(options))
 
 
 def test_a_run_must_not_be_kept_in_the_jobs_own_folder():
@@ -84,7 +84,7 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
     (tmp_path / "part-0.parquet").touch()
     for folder in ("pictures", "digits", "torchvision", "hf"):
         (tmp_path / folder).mkdir()
-    for words in (
+    for options in (
         ["--fault-plan", "plan.yaml"],
         ["--method", "mine:Rule"],
         ["--model", "mine:net"],
@@ -96,8 +96,8 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--data", "part-*.parquet"],
     ):
         with pytest.raises(ConfigError, match=r"is in this folder.* add --working-dir \. "):
-            check_what_travels(cli.parse_train(words), here=tmp_path)
-    for words in (
+            check_what_travels(cli.parse_train(options), here=tmp_path)
+    for options in (
         [],
         ["--method", "elsewhere:Rule"],
         ["--model", "torchvision:resnet18"],
@@ -107,11 +107,11 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--data", "digits"],  # the bundled ones
         ["--data", "synthetic:64"],
     ):
-        check_what_travels(cli.parse_train(words), here=tmp_path)
+        check_what_travels(cli.parse_train(options), here=tmp_path)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         ["--data", "text:docs/*.md"],
         ["--data", "docs"],
@@ -121,14 +121,14 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--data", "secret.npz"],
     ],
 )
-def test_a_setting_that_names_a_file_which_is_not_uploaded_is_refused(words, tmp_path):
+def test_a_setting_that_names_a_file_which_is_not_uploaded_is_refused(options, tmp_path):
     folder = folder_to_upload(tmp_path)
     with pytest.raises(ConfigError, match=r" is not uploaded: it is outside .*/work, or "):
-        submitting._plan(submitting._SubmitOptions(working_dir=folder), words)
+        submitting._plan(submitting._SubmitOptions(working_dir=folder), options)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         [],
         ["--data", "text:texts/*.md"],
@@ -141,8 +141,8 @@ def test_a_setting_that_names_a_file_which_is_not_uploaded_is_refused(words, tmp
         ["--fault-plan", "plan.yaml"],
     ],
 )
-def test_a_setting_that_names_an_uploaded_file_is_accepted(words, tmp_path):
-    submitting._plan(submitting._SubmitOptions(working_dir=folder_to_upload(tmp_path)), words)
+def test_a_setting_that_names_an_uploaded_file_is_accepted(options, tmp_path):
+    submitting._plan(submitting._SubmitOptions(working_dir=folder_to_upload(tmp_path)), options)
 
 
 def folder_to_upload(parent):
@@ -157,7 +157,7 @@ def folder_to_upload(parent):
     return str(parent / "work")
 
 
-def test_the_job_brings_raydl_itself_and_time_for_its_last_checkpoint():
+def test_the_runtime_environment_has_raydl_and_time_for_the_last_checkpoint():
     env = make_runtime_env(
         package=Path("/here/raydl"),
         working_dir=None,
@@ -241,18 +241,18 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path, capsys):
 
 
 def test_ray_itself_and_extras_are_not_installed_for_a_job():
-    asked = ["numpy>=1.26", "ray[default]>=2.60", "tyro", 'mutmut>=3.8; extra == "mutants"']
-    assert without_ray(asked) == ["numpy>=1.26", "tyro"]
+    requirements = ["numpy>=1.26", "ray[default]>=2.60", "tyro", 'mutmut>=3.8; extra == "mutants"']
+    assert without_ray(requirements) == ["numpy>=1.26", "tyro"]
 
 
-def test_tests_docs_runs_and_the_history_do_not_travel_and_the_digits_do(root):
+def test_tests_docs_runs_and_the_history_are_not_uploaded_but_the_digits_are(root):
     sizes, limit = ray_session.folder_sizes(ray_session.uploaded_files(str(root), list(EXCLUDES)))
     assert {"raydl", "jobs", "pyproject.toml"} <= set(sizes)
     assert not {".git", ".venv", "tests", "docs", "runs", "raydl.egg-info"} & set(sizes)
     assert sum(sizes.values()) < 5 * 2**20 < limit
 
 
-def test_all_of_raydl_travels(root):
+def test_all_of_raydl_is_uploaded(root):
     package = root / "raydl"
     sizes, _ = ray_session.folder_sizes(ray_session.uploaded_files(str(package), list(EXCLUDES)))
     files = [p for p in package.rglob("*") if p.is_file() and p.suffix != ".pyc"]
@@ -265,7 +265,7 @@ def test_a_fresh_clone_uploads_little_with_ray_job_submit(root):
     assert sum(sizes.values()) < 5 * 2**20
 
 
-def test_the_texts_that_a_job_learns_from_travel_with_ray_job_submit(root):
+def test_the_texts_that_a_job_learns_from_are_uploaded_by_ray_job_submit(root):
     [texts] = re.findall(r'"text:(.+)"', (root / "jobs/language_model.py").read_text())
     uploaded = ray_session.uploaded_files(str(root), [])
     assert {path for path in uploaded if path.parts[0] == "docs"} == {

@@ -49,8 +49,10 @@ def test_the_package_of_the_wheel_trains_where_no_checkout_is(dist, tmp_path):
     (wheel,) = dist.glob("elastic_raydl-*.whl")
     with zipfile.ZipFile(wheel) as files:
         files.extractall(tmp_path / "installed")
-    words = ["train", "--data", "digits", "--model", "mlp", "--workers", "0", "--epochs", "1"]
-    code = f"import raydl, sys; print(raydl.__file__); from raydl.cli import main; main({words})"
+    arguments = ["train", "--data", "digits", "--model", "mlp", "--workers", "0", "--epochs", "1"]
+    code = (
+        f"import raydl, sys; print(raydl.__file__); from raydl.cli import main; main({arguments})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},

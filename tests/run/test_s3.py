@@ -58,9 +58,9 @@ def environment(server, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
 
 
-def train(path, *words, place="s3://kept/runs", data="s3://data/digits"):
+def train(path, *more, place="s3://kept/runs", data="s3://data/digits"):
     where = ["--run-dir", str(path), *(["--storage-path", place] if place else [])]
-    return cli.main([*TRAIN, "--data", data, *where, *words])
+    return cli.main([*TRAIN, "--data", data, *where, *more])
 
 
 @pytest.fixture(scope="module")

@@ -474,7 +474,7 @@ def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_trainin
         "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_REGION": "us-east-1",
     }  # fmt: skip
-    words = [
+    command = [
         sys.executable, "-u", "-m", "raydl", "train", "--model", "mlp", "--workers", "0",
         "--seconds", "40", "--checkpoint.every-s", "2", "--evaluation.every-epochs", "100",
         "--run-dir", str(tmp_path / "run"), "--storage-path", "s3://kept/runs",
@@ -482,7 +482,7 @@ def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_trainin
     ]  # fmt: skip
     log = tmp_path / "log.txt"
     with log.open("w") as out:
-        driver = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        driver = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 90
         with s3_client(url) as client:

@@ -539,13 +539,13 @@ def test_the_commands_convert_and_describe_in_plain_lines(tmp_path, capsys):
     assert lines[-1].endswith(f"use: --data {out}")
     assert cli.main(["data", "info", out]) == 0
     text = capsys.readouterr().out
-    for words in (
+    for phrase in (
         "pictures of 8x8 grey",
         "10 classes",
         "438 to 500",
         "112.3 KiB decoded; a run reads it at the start",
     ):
-        assert words in text
+        assert phrase in text
     assert cli.main(["data", "info", out, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parts"][0]["group_rows"] == [500, 500, 438]
