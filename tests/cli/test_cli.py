@@ -116,10 +116,10 @@ def test_a_wrong_option_is_refused_in_one_sentence_before_anything_starts(
 def test_ray_starts_ahead_for_workers_unless_the_data_are_mistyped(
     monkeypatch, capsys, workers, data, is_begun
 ):
-    has_fork_servers = []
-    monkeypatch.setattr(ray_session, "begin", lambda has_forks: has_fork_servers.append(has_forks))
+    calls = []
+    monkeypatch.setattr(ray_session, "begin", lambda has_forks: calls.append(has_forks))
     assert error_of(capsys, "train", "--workers", workers, "--data", data, "--model", "lnet")
-    assert bool(has_fork_servers) is is_begun
+    assert bool(calls) is is_begun
 
 
 def test_none_removes_a_limit():
