@@ -12,12 +12,12 @@ import torch
 from checkpoints import ObjectStore
 from checkpoints import make_checkpoint as make
 from checkpoints import same_state as same
+from controller_harness import DIED, ControllerHarness, collected, report
 from ensembles import Ensemble, tiny_images
 from pyarrow import fs
 from recorders import collected_round, flat_model
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from stages import DIED, Stage, collected, report
 
 import raydl
 from raydl.checkpoint.best import BestCenter
@@ -293,42 +293,44 @@ def test_a_worker_holds_states_of_two_rounds_at_most_and_no_released_ones():
 
 
 def test_a_checkpoint_whose_states_are_lost_is_logged_and_the_next_one_is_due_at_once():
-    stage = Stage(every_s=10.0).start()
-    stage.now += 11.0
-    assert ("vote", "checkpoint") in stage.step()
+    harness = ControllerHarness(every_s=10.0).start()
+    harness.now += 11.0
+    assert ("vote", "checkpoint") in harness.step()
     kept = (report("w0", 7, kept=(7,)), report("w1", 7, kept=(7,)))
-    assert ("collect", 7, ("w0", "w1")) in stage.step(*kept, Published((0, 7)))
-    stage.step(collected(7, "w0", "w1"))
-    stage.now += 1.0
-    assert ("vote", "checkpoint") in stage.step(StatesLost(7, "the state of w1 was not written"))
-    assert "a checkpoint was abandoned: the state of w1 was not written" in stage.said
+    assert ("collect", 7, ("w0", "w1")) in harness.step(*kept, Published((0, 7)))
+    harness.step(collected(7, "w0", "w1"))
+    harness.now += 1.0
+    assert ("vote", "checkpoint") in harness.step(StatesLost(7, "the state of w1 was not written"))
+    assert "a checkpoint was abandoned: the state of w1 was not written" in harness.log_lines
 
 
 def test_a_last_round_whose_states_are_lost_is_collected_again_from_the_remaining_workers():
-    stage = Stage().start()
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    assert ("collect", 9, ("w0", "w1")) in stage.step()
-    stage.step(collected(9, "w0", "w1"))
-    calls = stage.step(Lost("w1", DIED), StatesLost(9, "the state of w1 was not written"))
+    harness = ControllerHarness().start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    assert ("collect", 9, ("w0", "w1")) in harness.step()
+    harness.step(collected(9, "w0", "w1"))
+    calls = harness.step(Lost("w1", DIED), StatesLost(9, "the state of w1 was not written"))
     assert ("collect", 9, ("w0",)) in calls
 
 
 def test_a_worker_that_leaves_stays_until_its_state_is_written():
-    stage = Stage().start().after(Draining("w0"), Draining("w1"))
-    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
-    stage.step(HandedIn("w0", {}), HandedIn("w1", {}))
-    stage.recorder.is_writing = True
-    assert stage.step(collected(7, "w0", "w1")) == []
-    stage.recorder.is_writing = False
-    assert stage.step() == [("end", "w0"), ("end", "w1")]
+    harness = ControllerHarness().start().after(Draining("w0"), Draining("w1"))
+    harness.step(*harness.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    harness.step(HandedIn("w0", {}), HandedIn("w1", {}))
+    harness.recorder.is_writing = True
+    assert harness.step(collected(7, "w0", "w1")) == []
+    harness.recorder.is_writing = False
+    assert harness.step() == [("end", "w0"), ("end", "w1")]
 
 
 def test_a_worker_requested_with_a_state_of_a_checkpoint_receives_its_place():
-    stage = Stage(own_states={"w4": {"a": 1}, "w2": {"b": 2}, "w7": {}}, first_round=3)
-    assert stage.worker_group.asked_with == {"w4": {"a": 1}, "w2": {"b": 2}}
-    stage.step(WorkerReady("w4", "node"), WorkerReady("w2", "node"))
-    assert stage.state is State.TRAINING
-    assert stage.worker_group.own_states == {"w4": {"a": 1}, "w2": {"b": 2}}
+    harness = ControllerHarness(
+        own_states={"w4": {"a": 1}, "w2": {"b": 2}, "w7": {}}, first_round=3
+    )
+    assert harness.worker_group.requested_states == {"w4": {"a": 1}, "w2": {"b": 2}}
+    harness.step(WorkerReady("w4", "node"), WorkerReady("w2", "node"))
+    assert harness.state is State.TRAINING
+    assert harness.worker_group.own_states == {"w4": {"a": 1}, "w2": {"b": 2}}
 
 
 # whole runs

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from controller_harness import ControllerHarness, scored
 from ensembles import Ensemble, tiny_images
 from replicas import settings
-from stages import Stage, scored
 
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig
@@ -130,12 +130,12 @@ def test_a_plateau_is_recognized_whatever_the_sign_of_the_score(name, scores, nu
 
 
 def test_no_cut_is_logged_after_the_training_has_ended():
-    stage = Stage().start()
-    stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
-    stage.step(scored(1))
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.step(scored(9))
-    assert "stopped improving" not in str(stage.said)
+    harness = ControllerHarness().start()
+    harness.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
+    harness.step(scored(1))
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.step(scored(9))
+    assert "stopped improving" not in str(harness.log_lines)
 
 
 def plateau_of(method):
@@ -172,16 +172,16 @@ def test_with_messages_the_assignment_has_the_number_of_cuts():
 
 
 def test_cuts_are_sent_to_workers_and_sent_again_to_a_new_generation():
-    stage = Stage().start()
-    stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
-    assert stage.step(scored(1)) == []
-    assert ("vote", "num_cuts") in stage.step(scored(2))
-    assert "the center stopped improving at accuracy 0.5000" in stage.said[-1]
-    assert ("vote", "num_cuts") not in stage.step()
-    stage.step(Lost("w1", "the actor died"))
-    stage.step(*stage.end("broken", 0, "w0"))
-    stage.step(WorkerReady("w2", "node"))
-    calls = [call for _ in range(4) for call in stage.step()]
+    harness = ControllerHarness().start()
+    harness.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
+    assert harness.step(scored(1)) == []
+    assert ("vote", "num_cuts") in harness.step(scored(2))
+    assert "the center stopped improving at accuracy 0.5000" in harness.log_lines[-1]
+    assert ("vote", "num_cuts") not in harness.step()
+    harness.step(Lost("w1", "the actor died"))
+    harness.step(*harness.end("broken", 0, "w0"))
+    harness.step(WorkerReady("w2", "node"))
+    calls = [call for _ in range(4) for call in harness.step()]
     assert ("vote", "num_cuts") in calls
 
 

@@ -1,4 +1,4 @@
-"""Workers come and go under synchronous methods: what holds whoever joins, is lost or is late."""
+"""Synchronous methods under churn: promises that hold when workers join, leave, die or are late."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES = {
 
 
 def eventful(case, **more):
-    """Lose rank 0, join, leave out, be late by a round, stand by and come back."""
+    """Return a history in which workers are lost, join, are left out, late, absent and return."""
     history = History(case, **more)
     last = history.job.method.period - 1
     history.train("w0", "w1", "w2", rounds=2)
@@ -64,7 +64,7 @@ def eventful(case, **more):
 
 @functools.cache
 def first_history(name):
-    """Return the eventful history of a case, of which several tests ask something."""
+    """Return the eventful history of a case, which several tests share."""
     return eventful(CASES[name])
 
 
@@ -81,7 +81,7 @@ def test_every_sample_reaches_a_completed_exchange_once_an_epoch(name):
 
 
 @pytest.mark.parametrize("name", ["diloco", "sync-sgd"])
-def test_replicas_that_follow_the_center_are_its_copies_at_the_end(name):
+def test_replicas_that_follow_the_center_equal_it_at_the_end(name):
     history = first_history(name)
     for worker_id in history.workers:
         assert_same(history.weights(worker_id).numpy(), history.snapshot.weights)
@@ -112,7 +112,7 @@ def test_the_center_counts_each_sample_once_an_epoch_when_one_is_left_out(rule):
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
-def test_one_that_is_lost_while_it_is_left_out_gives_its_samples_back(rule):
+def test_a_worker_that_is_lost_while_left_out_returns_its_samples(rule):
     history = counting(rule)
     history.train("w0", "w1", "w2", late={"w1": (1, 0)})
     history.train("w0", "w2", rounds=1)
@@ -122,7 +122,7 @@ def test_one_that_is_lost_while_it_is_left_out_gives_its_samples_back(rule):
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
-def test_exchanges_that_break_one_after_another_lose_and_double_nothing(rule):
+def test_consecutive_broken_exchanges_neither_lose_nor_double_samples(rule):
     history = counting(rule)
     for lost in ("w0", "w1", "w2"):
         others = [w for w in ("w0", "w1", "w2", "w3") if w >= lost]
@@ -131,10 +131,10 @@ def test_exchanges_that_break_one_after_another_lose_and_double_nothing(rule):
     assert (history.snapshot.weights == 3).all()
 
 
-def test_of_copies_of_one_round_the_one_that_knows_more_claims_is_gone_on_from():
+def test_of_two_copies_of_a_round_the_one_with_more_claims_continues():
     history = History(config("sync-easgd", period=2), images=tiny_images(40))
-    history.train("w0", "w1", "w2", lost={"w2": (1, 0)})  # w0 and w1 hold what they trained on
-    history.train("w0", "w1", missed={"w0": (0, -1)})  # w1 goes on into the next round
+    history.train("w0", "w1", "w2", lost={"w2": (1, 0)})  # w0 and w1 keep their claims
+    history.train("w0", "w1", missed={"w0": (0, -1)})  # w1 enters the next round
     ages = {w: history.workers[w].copy_age for w in ("w0", "w1")}
     assert ages["w0"][0] == ages["w1"][0]
     assert ages["w0"] < ages["w1"]
@@ -147,15 +147,15 @@ def test_of_copies_of_one_round_the_one_that_knows_more_claims_is_gone_on_from()
 def test_samples_of_a_round_that_broke_early_are_trained_by_other_workers():
     """With fragments a round may break before its last step."""
     history = counting(AllProgress(), num_samples=100, period=4, exchange={"fragments": 2})
-    history.train("w0", "w1", "w2", late={"w0": (1, 1)})  # the others come to step 1 of 4
+    history.train("w0", "w1", "w2", late={"w0": (1, 1)})  # the others reach step 1 of 4
     assert len(history.watched["w1"].open) == 4
     history.end("w0", "w1", "w2")
     history.assert_every_sample_once_an_epoch()
-    assert (in_all(history) == 3).all()
+    assert (total_count(history) == 3).all()
 
 
-def in_all(history):
-    """Return what the center counts, with what the replicas have yet to send."""
+def total_count(history):
+    """Return the counts of the center plus those that the replicas have yet to send."""
     center = history.snapshot.weights
     open_ = [history.weights(w).numpy() - center for w in history.workers]
     return center + sum(open_)
@@ -165,26 +165,26 @@ KINDS = ["calm", "lost", "late", "missed", "join", "stand by"]
 
 
 def lists_of_events(*kinds):
-    """Return lists of (what, whom it meets, in which round, before which step)."""
+    """Return a strategy for lists of (event, number of a worker, round, step)."""
     places = st.integers(0, 5), st.integers(0, 2), st.integers(0, 1)
     return st.lists(st.tuples(st.sampled_from(kinds), *places), max_size=6)
 
 
 def play(history, num_workers, events):
-    """Let things happen to a history, then bring it to its end with all who are left."""
+    """Apply events to a history, then train to the end with the remaining workers."""
     here, aside = [f"w{i}" for i in range(num_workers)], []
-    for number, (event, who, round, step) in enumerate(events):
-        here += [w for w in (*history.away, *aside) if w not in here and (who + number) % 2]
+    for number, (event, choice, round, step) in enumerate(events):
+        here += [w for w in (*history.away, *aside) if w not in here and (choice + number) % 2]
         aside = [w for w in aside if w not in here]
-        chosen, happens = here[who % len(here)], {}
+        chosen, trouble = here[choice % len(here)], {}
         if event in ("lost", "late", "missed") and len(here) > 1:
-            happens = {event: {chosen: (round, 0 if event == "missed" else step)}}
-        elif event == "unheard":
-            happens = {"missed": {chosen: (0, -1)}}
-        end = history.train(*here, rounds=3 if happens else 1, **happens)
+            trouble = {event: {chosen: (round, 0 if event == "missed" else step)}}
+        elif event == "missed counts":
+            trouble = {"missed": {chosen: (0, -1)}}
+        end = history.train(*here, rounds=3 if trouble else 1, **trouble)
         if set(end.outcomes.values()) & {Outcome.FINISHED, Outcome.REGROUP}:
             break
-        if (event in ("lost", "late") and happens) or (event == "stand by" and len(here) > 1):
+        if (event in ("lost", "late") and trouble) or (event == "stand by" and len(here) > 1):
             here.remove(chosen)
             aside += [chosen] if event == "stand by" else []
         elif event == "join":
@@ -197,9 +197,9 @@ def play(history, num_workers, events):
 @given(
     rule=st.sampled_from(list(COUNTING)),
     num_workers=st.integers(1, 6),
-    events=lists_of_events(*KINDS, "unheard"),
+    events=lists_of_events(*KINDS, "missed counts"),
 )
-def test_whatever_happens_the_center_counts_each_sample_once_an_epoch(rule, num_workers, events):
+def test_after_any_events_the_center_counts_each_sample_once_an_epoch(rule, num_workers, events):
     torch.set_num_threads(1)
     history = counting(COUNTING[rule], num_samples=40)
     play(history, num_workers, events)
@@ -211,9 +211,9 @@ def test_whatever_happens_the_center_counts_each_sample_once_an_epoch(rule, num_
     method=st.sampled_from(["sync-easgd", "sync-msgd", "diloco"]),
     fragments=st.integers(1, 2),
     num_workers=st.integers(1, 4),
-    events=lists_of_events(*KINDS, "unheard"),
+    events=lists_of_events(*KINDS, "missed counts"),
 )
-def test_whatever_happens_every_sample_is_done_once_an_epoch(
+def test_after_any_events_each_sample_is_trained_once_an_epoch(
     method, fragments, num_workers, events
 ):
     torch.set_num_threads(1)
@@ -224,11 +224,11 @@ def test_whatever_happens_every_sample_is_done_once_an_epoch(
     history.assert_every_sample_once_an_epoch()
 
 
-# one is a round behind
+# a worker that is a round behind
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
-def test_a_worker_that_missed_a_sum_continues_from_the_freshest_copy_and_counts_once(rule):
+def test_a_worker_that_missed_a_sum_continues_from_the_newest_copy_and_counts_once(rule):
     history = counting(rule)
     end = history.train("w0", "w1", "w2", missed={"w1": (1, 0)})
     assert set(end.outcomes.values()) == {Outcome.BROKEN}
@@ -249,7 +249,7 @@ def test_a_worker_that_missed_a_sum_may_be_rank_0_or_alone_afterwards(survivors)
     assert (history.snapshot.weights == 3).all()
 
 
-def test_a_replica_that_sends_weights_stays_as_it_is_when_it_missed_a_sum():
+def test_a_replica_that_sends_weights_does_not_change_when_it_missed_a_sum():
     history = History(config("sync-measgd"))
     history.train("w0", "w1", missed={"w1": (1, 0)})
     before = history.workers["w1"].replica.state_dict()
@@ -258,22 +258,22 @@ def test_a_replica_that_sends_weights_stays_as_it_is_when_it_missed_a_sum():
 
 
 def test_progress_by_hand_when_a_worker_is_left_out_and_rejoins():
-    """Two of three go on; c <- c_new + (x - c_old) takes the absent one's progress along."""
+    """Two of three continue; x <- c_new + (x - c_old) keeps the progress of the absent one."""
     history = counting(AllProgress())
     history.train("w0", "w1", "w2", late={"w1": (0, 0)})
     assert num_counted(history) == 0
     own = history.weights("w1")
-    assert own.sum() == 4  # 2 steps of 2 samples, by itself
+    assert own.sum() == 4  # 2 steps of 2 samples, alone
     history.train("w0", "w2", rounds=1)
-    assert num_counted(history) == 16  # 2 workers, of this round and the one that broke
+    assert num_counted(history) == 16  # 2 workers, this round and the broken one
     center = torch.tensor(history.snapshot.weights)
     history.train("w0", "w1", "w2", rounds=0)
     assert_same(history.weights("w1"), center + own)
     history.train("w0", "w1", "w2", rounds=1)
-    assert num_counted(history) == 31  # the 5 that were left of the epoch, and 6 of the next
+    assert num_counted(history) == 31  # 5 remaining samples of the epoch and 6 of the next
 
 
-def test_one_that_stood_by_begins_at_the_center_as_it_is_now():
+def test_a_worker_that_stood_by_starts_at_the_current_center():
     history = counting(AllProgress())
     history.train("w0", "w1", rounds=1)
     history.train("w0", rounds=2)
@@ -292,7 +292,7 @@ def test_a_newcomer_starts_at_the_center(method):
     assert_same(history.weights("w2").numpy(), history.snapshot.weights)
 
 
-def test_a_newcomer_with_the_state_of_one_that_left_starts_as_that_replica():
+def test_a_newcomer_with_the_state_of_a_leaver_starts_as_its_replica():
     history = History(config("sync-measgd"))
     history.train("w0", "w1", rounds=2)
     left = history.workers["w1"].pop_kept(0)
@@ -306,7 +306,7 @@ def test_a_newcomer_with_the_state_of_one_that_left_starts_as_that_replica():
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco", "sync-sgd"])
-def test_steps_count_the_completed_rounds_the_same_for_all(method):
+def test_all_workers_count_the_steps_of_completed_rounds_alike(method):
     history = History(config(method, steps=9))
     history.train("w0", "w1", "w2", lost={"w0": (1, 1)})
     history.train("w1", "w2", "w3", rounds=1)
@@ -334,7 +334,7 @@ def test_samples_that_only_an_absent_worker_can_finish_end_the_generation(is_bac
     assert num_counted(history) == 68
     num_rounds = history.snapshot.progress.round
     assert history.train("w0", "w2").outcome is Outcome.REGROUP
-    assert history.snapshot.progress.round == num_rounds + 1  # an exchange alone, and no more
+    assert history.snapshot.progress.round == num_rounds + 1  # one exchange without a step
     if is_back:
         history.end("w0", "w1", "w2")
     else:
@@ -343,7 +343,7 @@ def test_samples_that_only_an_absent_worker_can_finish_end_the_generation(is_bac
     assert (history.snapshot.weights == 3).all()
 
 
-def test_progress_left_open_by_the_last_break_is_completed_by_an_exchange_alone():
+def test_progress_left_by_a_break_at_the_end_is_sent_in_an_exchange_without_steps():
     history = counting(AllProgress(), num_samples=24)
     history.train("w0", "w1", "w2", rounds=5)
     history.train("w0", "w1", "w2", missed={"w1": (0, 0), "w0": (0, 0), "w2": (0, 0)})
@@ -351,7 +351,7 @@ def test_progress_left_open_by_the_last_break_is_completed_by_an_exchange_alone(
     assert (history.snapshot.weights == 3).all()
 
 
-# how many
+# numbers of workers
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
@@ -371,7 +371,7 @@ def test_when_a_member_leaves_a_group_the_waiting_members_fail_at_once():
     whole = first.start_allreduce(torch.ones(1), round=0)
     second.start_allreduce(torch.ones(1), round=0)
     second.close()
-    whole.wait()  # it was handed in before
+    whole.wait()  # rank 1 had contributed before it left
     with pytest.raises(ExchangeError, match="rank 1 left the group"):
         first.start_allreduce(torch.ones(1), round=1).wait()
     with pytest.raises(ExchangeError, match="rank 1 left the group"):

@@ -1,4 +1,4 @@
-"""Workers come and go where a round has fragments, groups share a replica, a run another size."""
+"""Synchronous methods under churn with fragments, groups that share a replica, and resizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_buffer(image_shape, num_classes):
 
 @pytest.mark.parametrize("rule", [AllProgress(), Elastic(0.9)], ids=["progress", "weights"])
 def test_the_update_of_a_fragment_is_undone_with_its_round(rule):
-    """Two workers that train alone, but for a first fragment that comes to nothing."""
+    """Two workers train alone; the exchange of their first fragment is undone."""
     history = counting(rule, num_samples=100, period=4, exchange={"fragments": 2})
     history.train("w0", "w1", late={"w0": (0, 3)})
     assert (history.snapshot.weights == 0).all()
@@ -109,7 +109,7 @@ def test_survivors_of_groups_share_the_state_of_their_optimizer(name):
         assert_same(one["optimizer"]["state"], other["optimizer"]["state"])
 
 
-# another size
+# resuming with another number of workers
 
 
 @pytest.mark.parametrize("num_after", [2, 6])

@@ -1,7 +1,7 @@
-"""How a run ends, and ends even if workers or the center are lost meanwhile."""
+"""How a run ends, also if workers or the center are lost while it ends."""
 
 import pytest
-from stages import BOTH, Stage, collected, report, scored
+from controller_harness import BOTH, ControllerHarness, collected, report, scored
 
 from raydl.config import (
     OptimizerConfig,
@@ -15,87 +15,87 @@ from raydl.errors import RaydlError
 
 @BOTH
 def test_a_finished_run_is_collected_scored_and_reported_before_it_is_done(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(*stage.end("finished", 9, "w0"))
-    assert stage.state is State.TRAINING
-    stage.step(*stage.end("finished", 9, "w1"), Published((0, 9)))
-    assert stage.state is State.FINISHING
-    assert stage.step() == [("collect", 9, ("w0", "w1"))]
-    stage.step(collected(9, "w0", "w1"))
-    stage.step(scored(9))
-    assert stage.state is State.FINISHING, "the last records are not here yet"
-    stage.step(report("w0", 9), report("w1", 9))
-    assert stage.state is State.DONE
-    assert stage.controller.outcome is Outcome.FINISHED
-    assert len(stage.recorder.checkpoints) == 1
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(*harness.end("finished", 9, "w0"))
+    assert harness.state is State.TRAINING
+    harness.step(*harness.end("finished", 9, "w1"), Published((0, 9)))
+    assert harness.state is State.FINISHING
+    assert harness.step() == [("collect", 9, ("w0", "w1"))]
+    harness.step(collected(9, "w0", "w1"))
+    harness.step(scored(9))
+    assert harness.state is State.FINISHING, "the last records have not arrived yet"
+    harness.step(report("w0", 9), report("w1", 9))
+    assert harness.state is State.DONE
+    assert harness.controller.outcome is Outcome.FINISHED
+    assert len(harness.recorder.checkpoints) == 1
 
 
 @BOTH
 def test_a_stop_is_voted_once_and_ends_with_a_checkpoint_without_a_score(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.controller.request_stop("SIGTERM")
-    assert stage.step() == [("vote", "stop")]
-    assert stage.step() == []
-    stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
-    told = [*stage.step(Published((0, 3))), *stage.step()]
-    assert ("collect", 3, ("w0", "w1")) in told
-    stage.step(collected(3))
-    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.controller.request_stop("SIGTERM")
+    assert harness.step() == [("vote", "stop")]
+    assert harness.step() == []
+    harness.step(*harness.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
+    calls = [*harness.step(Published((0, 3))), *harness.step()]
+    assert ("collect", 3, ("w0", "w1")) in calls
+    harness.step(collected(3))
+    assert (harness.state, harness.controller.outcome) == (State.DONE, Outcome.STOPPED)
 
 
 @BOTH
 @pytest.mark.parametrize("is_signalled", [False, True])
 def test_a_run_that_a_callback_ends_is_finished_unless_a_signal_came_too(is_sync, is_signalled):
-    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
-    assert stage.step(Published((0, 2)), scored(2)) == [("vote", "stop")]
+    harness = ControllerHarness(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
+    assert harness.step(Published((0, 2)), scored(2)) == [("vote", "stop")]
     if is_signalled:
-        stage.controller.request_stop("SIGTERM")
-    stage.step(*stage.end("stopped", 3, "w0", "w1"), Published((0, 3)))
-    controller = stage.controller
-    assert stage.state is State.FINISHING
+        harness.controller.request_stop("SIGTERM")
+    harness.step(*harness.end("stopped", 3, "w0", "w1"), Published((0, 3)))
+    controller = harness.controller
+    assert harness.state is State.FINISHING
     assert controller.outcome is (Outcome.STOPPED if is_signalled else Outcome.FINISHED)
     name, reason = "training.stop_at_accuracy 0.5", "reached accuracy 0.5000"
     assert controller.ended_by == ("" if is_signalled else name)
     assert controller.ended_because == ("" if is_signalled else reason)
 
 
-def test_scores_that_stand_still_cut_the_learning_rate_but_not_after_the_last_round():
+def test_scores_that_do_not_improve_cut_the_learning_rate_but_not_after_the_last_round():
     plateau = OptimizerConfig(lr_schedule="plateau", patience=0, warmup=0.0)
-    stage = Stage(optimizer=plateau).start()
-    stage.step(Published((0, 2)), scored(2))
-    assert stage.step(Published((0, 2, 4)), scored(4)) == [("vote", "num_cuts")]
-    assert "the center stopped improving at accuracy 0.5000" in stage.said[-1]
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.step(scored(9))
-    assert sum("stopped improving" in said for said in stage.said) == 1
+    harness = ControllerHarness(optimizer=plateau).start()
+    harness.step(Published((0, 2)), scored(2))
+    assert harness.step(Published((0, 2, 4)), scored(4)) == [("vote", "num_cuts")]
+    assert "the center stopped improving at accuracy 0.5000" in harness.log_lines[-1]
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.step(scored(9))
+    assert sum("stopped improving" in line for line in harness.log_lines) == 1
 
 
 def test_a_stop_before_anything_was_trained_ends_at_once():
-    stage = Stage()
-    stage.controller.request_stop("SIGINT")
-    assert stage.step() == []
-    assert stage.state is State.DONE
+    harness = ControllerHarness()
+    harness.controller.request_stop("SIGINT")
+    assert harness.step() == []
+    assert harness.state is State.DONE
 
 
 @BOTH
-def test_silence_of_the_last_states_ends_the_run_with_a_sentence(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.now += 299.0
-    stage.step()
-    stage.now += 2.0
+def test_a_run_whose_last_states_do_not_arrive_ends_with_an_error_message(is_sync):
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.now += 299.0
+    harness.step()
+    harness.now += 2.0
     with pytest.raises(RaydlError, match="there was no progress for 300 s"):
-        stage.step()
+        harness.step()
 
 
 @pytest.fixture
 def unscored(request):
-    """Return a stage that waits for nothing but the score of its last center."""
-    stage = Stage(is_sync=request.param).start()
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.step(report("w0", 9), report("w1", 9), collected(9))
-    assert stage.state is State.FINISHING
-    return stage
+    """Return a harness that waits only for the score of its last center."""
+    harness = ControllerHarness(is_sync=request.param).start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.step(report("w0", 9), report("w1", 9), collected(9))
+    assert harness.state is State.FINISHING
+    return harness
 
 
 UNSCORED = pytest.mark.parametrize(
@@ -104,7 +104,7 @@ UNSCORED = pytest.mark.parametrize(
 
 
 @UNSCORED
-def test_a_score_may_take_as_long_as_it_moves(unscored):
+def test_an_evaluation_may_take_any_time_while_it_makes_progress(unscored):
     for number in range(20):
         unscored.now += 290.0
         unscored.step(Scoring(10 * number))
@@ -116,13 +116,13 @@ def test_a_score_may_take_as_long_as_it_moves(unscored):
 
 
 @UNSCORED
-def test_a_score_that_does_not_move_is_a_missing_score_and_no_failure(unscored):
+def test_an_evaluation_without_progress_costs_the_score_but_does_not_fail_the_run(unscored):
     for _ in range(4):
         unscored.step(Scoring(10))
         unscored.now += 100.0
     unscored.step(Scoring(10))
     assert (unscored.state, unscored.controller.outcome) == (State.DONE, Outcome.FINISHED)
-    assert unscored.said[-1] == (
+    assert unscored.log_lines[-1] == (
         "the evaluator has scored nothing for 300 s: the run ends without a score of its last "
         "center"
     )
@@ -134,11 +134,11 @@ def test_a_score_that_does_not_move_is_a_missing_score_and_no_failure(unscored):
 def test_an_evaluator_that_is_lost_repeatedly_is_logged_and_given_up(unscored):
     for _ in range(5):
         assert unscored.state is State.FINISHING
-        unscored.step()  # asks for the score again
+        unscored.step()  # requests the score again
         unscored.step(GaveUp("evaluation", "its process was killed, or crashed"))
     assert unscored.state is State.DONE
-    assert "an evaluation was abandoned: its process was killed, or crashed" in unscored.said
-    assert unscored.said[-1].startswith(
+    assert "an evaluation was abandoned: its process was killed, or crashed" in unscored.log_lines
+    assert unscored.log_lines[-1].startswith(
         "the evaluation was abandoned 5 times: the run ends without a"
     )
 
@@ -146,19 +146,19 @@ def test_an_evaluator_that_is_lost_repeatedly_is_logged_and_given_up(unscored):
 @BOTH
 @pytest.mark.parametrize(("end", "is_last"), [("finished", True), ("stopped", False)])
 def test_the_last_checkpoint_of_a_finished_run_has_the_trained_center(is_sync, end, is_last):
-    stage = Stage(is_sync=is_sync).start()
+    harness = ControllerHarness(is_sync=is_sync).start()
     if end == "stopped":
-        stage.controller.request_stop("SIGTERM")
-    stage.step(*stage.end(end, 9, "w0", "w1"), Published((0, 9)))
-    stage.step(report("w0", 9), report("w1", 9))
-    stage.step(collected(9))
-    assert [c.is_last for c in stage.recorder.checkpoints] == [is_last]
+        harness.controller.request_stop("SIGTERM")
+    harness.step(*harness.end(end, 9, "w0", "w1"), Published((0, 9)))
+    harness.step(report("w0", 9), report("w1", 9))
+    harness.step(collected(9))
+    assert [c.is_last for c in harness.recorder.checkpoints] == [is_last]
 
 
 @UNSCORED
-def test_a_center_that_is_lost_before_its_score_costs_the_score_alone(unscored):
-    told = unscored.step(Lost("center", "its node was lost"))
-    assert told == [("rebuild_center", "w0")]
+def test_a_center_that_is_lost_before_its_score_costs_only_the_score(unscored):
+    calls = unscored.step(Lost("center", "its node was lost"))
+    assert calls == [("rebuild_center", "w0")]
     for _ in range(4):
         unscored.now += 100.0
         unscored.step()
@@ -175,7 +175,7 @@ def test_a_score_that_arrives_while_the_last_files_are_written_counts(unscored):
     unscored.recorder.is_writing = False
     unscored.step()
     assert unscored.state is State.DONE
-    assert not any("without a score" in sentence for sentence in unscored.said)
+    assert not any("without a score" in sentence for sentence in unscored.log_lines)
 
 
 @UNSCORED
@@ -190,12 +190,12 @@ def test_the_end_waits_for_the_last_files(unscored):
 
 @pytest.fixture
 def finishing(request):
-    """Return a stage whose last states are under way."""
-    stage = Stage(is_sync=request.param).start()
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)), scored(9))
-    stage.step(report("w0", 9))
-    assert stage.state is State.FINISHING
-    return stage
+    """Return a harness that is collecting the last states of its workers."""
+    harness = ControllerHarness(is_sync=request.param).start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)), scored(9))
+    harness.step(report("w0", 9))
+    assert harness.state is State.FINISHING
+    return harness
 
 
 AT_THE_END = pytest.mark.parametrize(
@@ -205,16 +205,16 @@ AT_THE_END = pytest.mark.parametrize(
 
 @AT_THE_END
 def test_a_worker_lost_while_the_last_states_are_collected_is_left_out_of_them(finishing):
-    told = finishing.step(Lost("w1", "the actor died"))
-    assert told == [("collect", 9, ("w0",))], "nobody is asked for any more"
+    calls = finishing.step(Lost("w1", "the actor died"))
+    assert calls == [("collect", 9, ("w0",))], "no worker is requested any more"
     assert finishing.step(collected(9, "w0")) == []
     assert finishing.state is State.DONE
 
 
 @AT_THE_END
 def test_all_workers_may_be_lost_while_the_last_states_are_collected(finishing):
-    told = finishing.step(Lost("w1", "the actor died"), Lost("w0", "the actor died"))
-    assert told == [("collect", 9, ())]
+    calls = finishing.step(Lost("w1", "the actor died"), Lost("w0", "the actor died"))
+    assert calls == [("collect", 9, ())]
     finishing.step(collected(9))
     assert finishing.state is State.DONE
 
@@ -222,7 +222,7 @@ def test_all_workers_may_be_lost_while_the_last_states_are_collected(finishing):
 @AT_THE_END
 def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishing):
     assert finishing.step(Lost("center", "the actor died")) == [("rebuild_center", "w0")]
-    assert "the center is rebuilt from the last copy of w0, of round 9" in finishing.said
+    assert "the center is rebuilt from the last copy of w0, of round 9" in finishing.log_lines
     assert finishing.step(report("w1", 9)) == []
     assert finishing.step(Published((9,))) == [("collect", 9, ("w0", "w1"))]
     finishing.step(collected(9))
@@ -231,20 +231,20 @@ def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishin
 
 @AT_THE_END
 def test_late_events_do_not_delay_the_end(finishing):
-    finishing.controller.worker_registry.left_loop("w1", 11)  # a copy that nobody waits for
+    finishing.controller.worker_registry.left_loop("w1", 11)  # a copy that is not needed
     assert finishing.step(Published((0, 9)), report("w1", 9)) == []
     finishing.step(collected(9))
     assert finishing.state is State.DONE
 
 
 @AT_THE_END
-def test_last_states_that_were_given_up_are_asked_for_again(finishing):
-    told = finishing.step(GaveUp("checkpoint", "an actor died"))
-    assert told == [("collect", 9, ("w0", "w1"))]
+def test_last_states_that_were_given_up_are_requested_again(finishing):
+    calls = finishing.step(GaveUp("checkpoint", "an actor died"))
+    assert calls == [("collect", 9, ("w0", "w1"))]
 
 
 @AT_THE_END
-def test_a_worker_that_drains_at_the_very_end_stays_until_its_state_is_here(finishing):
+def test_a_worker_that_drains_at_the_very_end_stays_until_its_state_is_collected(finishing):
     assert finishing.step(Draining("w1")) == []
     finishing.step(collected(9), report("w1", 9))
     assert finishing.state is State.DONE
@@ -260,19 +260,19 @@ def test_with_the_center_and_its_furthest_copies_lost_the_run_ends_with_an_earli
     assert finishing.state is State.DONE
 
 
-# whole runs, simulated
+# results that do not arrive
 
 
 def test_lost_scores_are_logged_one_by_one_and_then_every_tenth():
-    stage = Stage(1).start("w0")
-    told = []
+    harness = ControllerHarness(1).start("w0")
+    logged = []
     for number in range(1, 45):
-        before = len(stage.said)
-        stage.step(GaveUp("evaluation", "it was killed"))
-        told += [number] * (len(stage.said) - before)
-    assert told == [*range(1, 21), 30, 40]
-    assert stage.said[-1] == "an evaluation was abandoned, 40 in a row: it was killed"
-    assert stage.said[-22:-20] == [
+        before = len(harness.log_lines)
+        harness.step(GaveUp("evaluation", "it was killed"))
+        logged += [number] * (len(harness.log_lines) - before)
+    assert logged == [*range(1, 21), 30, 40]
+    assert harness.log_lines[-1] == "an evaluation was abandoned, 40 in a row: it was killed"
+    assert harness.log_lines[-22:-20] == [
         "an evaluation was abandoned: it was killed",
         "an evaluation was abandoned, 2 in a row: it was killed",
     ]
@@ -286,6 +286,6 @@ def test_lost_scores_are_logged_one_by_one_and_then_every_tenth():
     ],
 )
 def test_a_result_that_will_not_arrive_is_logged_with_its_cause(task, sentence):
-    stage = Stage(1).start("w0")
-    stage.step(GaveUp(task, "it was killed"))
-    assert stage.said[-1] == sentence
+    harness = ControllerHarness(1).start("w0")
+    harness.step(GaveUp(task, "it was killed"))
+    assert harness.log_lines[-1] == sentence

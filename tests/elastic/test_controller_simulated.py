@@ -1,8 +1,8 @@
-"""The controller against a simulated worker group in which anything may go wrong at any time.
+"""The controller against a simulated worker group with random faults.
 
-The simulation obeys the protocol of ``raydl.core.worker_group.WorkerGroup`` and knows nothing
-of tensors: a worker is a round, the center a few numbers. Whatever goes wrong for a while, the run
-ends.
+The simulation obeys the protocol of ``raydl.core.worker_group.WorkerGroup`` without tensors: the
+state of a worker is its round, that of the center a few numbers. Each run ends, whatever faults
+happen in its first minute.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulations import POLL_S, run
-from simulations import SimulatedGroup as SimCrew
+from simulations import POLL_S, SimulatedGroup, run
 
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import (
@@ -20,8 +19,8 @@ from raydl.core.worker_group import (
 from raydl.errors import ProcessLostError
 
 
-class SimRounds(SimCrew):
-    """All exchange at once."""
+class SimulatedRounds(SimulatedGroup):
+    """A simulated group whose workers exchange all at once, in rounds."""
 
     is_sync = True
 
@@ -59,12 +58,12 @@ class SimRounds(SimCrew):
         for worker_id, worker in inside.items():
             if self._works(worker):
                 worker.waiting_s += POLL_S
-                if is_cut and self.random.random() < 0.3:  # it hears of it by itself
+                if is_cut and self.random.random() < 0.3:  # it notices the broken exchange
                     self._leave(worker_id, Outcome.BROKEN)
 
     def _complete(self, inside):
         round = max(m.round for m in inside.values()) + 1
-        is_torn = self.is_wild and self.random.random() < 0.05
+        is_torn = self.has_faults and self.random.random() < 0.05
         for worker_id, worker in inside.items():
             if is_torn and self.random.random() < 0.5:
                 self._leave(worker_id, Outcome.BROKEN)
@@ -89,31 +88,31 @@ class SimRounds(SimCrew):
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_whatever_goes_wrong_for_a_minute_rounds_are_trained_to_the_end(seed):
-    worker_group, controller = run(SimRounds, seed, last_round=400)
+def test_after_a_minute_of_faults_rounds_are_trained_to_the_end(seed):
+    worker_group, controller = run(SimulatedRounds, seed, last_round=400)
     assert worker_group.num_faults > 10
     assert controller.outcome is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_whenever_rounds_are_stopped_among_faults_the_run_ends(seed):
-    run(SimRounds, seed, last_round=400, stop_at=random.Random(seed).uniform(0.0, 40.0))
+def test_rounds_that_are_stopped_at_any_time_among_faults_end(seed):
+    run(SimulatedRounds, seed, last_round=400, stop_at=random.Random(seed).uniform(0.0, 40.0))
 
 
 @pytest.mark.parametrize("num_workers", [(1, 100), 100])
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_go_on_after_the_loss_of_most_workers_at_once(seed, num_workers):
     run(
-        SimRounds, seed, last_round=200, num_workers=num_workers, wild_s=0.0, storm_at=20.0,
-        max_restarts=20,
+        SimulatedRounds, seed, last_round=200, num_workers=num_workers, faults_s=0.0,
+        kill_most_at=20.0, max_restarts=20,
     )  # fmt: skip
 
 
-def test_without_any_progress_losses_end_the_run():
+def test_losses_without_progress_end_the_run():
     with pytest.raises(ProcessLostError, match=r"more than elastic\.max_restarts"):
-        run_all(max_restarts=1)
+        run_30_seeds(max_restarts=1)
 
 
-def run_all(**settings):
+def run_30_seeds(**settings):
     for seed in range(30):
-        run(SimRounds, seed, last_round=400, **settings)
+        run(SimulatedRounds, seed, last_round=400, **settings)

@@ -1,25 +1,27 @@
-"""The controller of methods with messages against a simulated group; see the other simulation."""
+"""The controller of methods with messages against a simulated worker group with random faults.
+
+See ``test_controller_simulated``.
+"""
 
 import random
 
 import pytest
-from simulations import SimulatedGroup as SimCrew
-from simulations import run
-from stages import record
+from controller_harness import record
+from simulations import SimulatedGroup, run
 
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Changed, Published
 
 
-class SimMessages(SimCrew):
-    """Each exchanges with the center by itself."""
+class SimulatedMessages(SimulatedGroup):
+    """A simulated group whose workers exchange with the center one by one."""
 
     is_sync = False
 
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
         self.opened, self.checkpoint = 0, None
-        self.told, self.dismissed = set(), set()
+        self.voters, self.dismissed = set(), set()
 
     def vote(self, generation, **votes):
         if not self.is_center_up or not self.opened <= generation <= self.members_generation:
@@ -27,7 +29,7 @@ class SimMessages(SimCrew):
         self.votes |= dict.fromkeys(votes, True)
         if self.votes.pop("checkpoint", None):
             self.version += 1
-            self.checkpoint, self.told = self.version, set()
+            self.checkpoint, self.voters = self.version, set()
 
     def rebuild_center(self, worker_id):
         super().rebuild_center(worker_id)
@@ -107,20 +109,20 @@ class SimMessages(SimCrew):
         if self.done < self.last_round:
             self.version, self.done = self.version + 1, self.done + 1
         worker.round, worker.done = self.version, self.done
-        if self.checkpoint is not None and worker_id not in self.told:
-            self.told.add(worker_id)
+        if self.checkpoint is not None and worker_id not in self.voters:
+            self.voters.add(worker_id)
             worker.kept.add(self.checkpoint)
         outcome = self._outcome(worker_id, len(at_work))
         if outcome is not Outcome.GO_ON:
             worker.has_left = True
             self._leave(worker_id, outcome)
             self._close_if_all_left()
-        if self.checkpoint is not None and self.told >= set(at_work):
+        if self.checkpoint is not None and self.voters >= set(at_work):
             self._put(self.checkpoint)
             self.checkpoint = None
 
     def _outcome(self, worker_id, num_at_work):
-        # Others hold claims: for this one nothing is left a little before the end.
+        # The others hold claims, so this worker runs out of samples a little earlier.
         if self.done + num_at_work - 1 >= self.last_round:
             return Outcome.FINISHED
         if self.votes.get("stop"):
@@ -131,21 +133,21 @@ class SimMessages(SimCrew):
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_whatever_goes_wrong_for_a_minute_the_run_is_trained_to_the_end(seed):
-    worker_group, controller = run(SimMessages, seed, last_round=1500)
+def test_after_a_minute_of_faults_a_run_by_messages_is_trained_to_the_end(seed):
+    worker_group, controller = run(SimulatedMessages, seed, last_round=1500)
     assert worker_group.num_faults > 10
     assert controller.outcome is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_whenever_it_is_stopped_among_faults_the_run_ends(seed):
-    run(SimMessages, seed, last_round=1500, stop_at=random.Random(seed).uniform(0.0, 40.0))
+def test_a_run_by_messages_that_is_stopped_at_any_time_among_faults_ends(seed):
+    run(SimulatedMessages, seed, last_round=1500, stop_at=random.Random(seed).uniform(0.0, 40.0))
 
 
 @pytest.mark.parametrize("num_workers", [(1, 100), 100])
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_go_on_after_the_loss_of_most_workers_at_once(seed, num_workers):
     run(
-        SimMessages, seed, last_round=4000, num_workers=num_workers, wild_s=0.0, storm_at=20.0,
-        max_restarts=20,
+        SimulatedMessages, seed, last_round=4000, num_workers=num_workers, faults_s=0.0,
+        kill_most_at=20.0, max_restarts=20,
     )  # fmt: skip

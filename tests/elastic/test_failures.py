@@ -1,4 +1,4 @@
-"""Failures of machines are told from mistakes in the code that ran there."""
+"""Failures of a machine are distinguished from errors in the code that ran there."""
 
 import errno
 import pickle
@@ -36,14 +36,14 @@ OF_CODE = [
 
 
 @pytest.mark.parametrize("error", OF_MACHINE, ids=repr)
-def test_memory_devices_disks_and_networks_are_the_machines(error):
-    said = failure_of_machine(error)
-    assert said.startswith(type(error).__name__)
-    assert "\n" not in said
+def test_errors_of_memory_devices_disks_and_networks_are_failures_of_the_machine(error):
+    description = failure_of_machine(error)
+    assert description.startswith(type(error).__name__)
+    assert "\n" not in description
 
 
 @pytest.mark.parametrize("error", OF_CODE, ids=repr)
-def test_all_else_is_the_codes_own(error):
+def test_all_other_errors_are_those_of_the_code(error):
     assert failure_of_machine(error) == ""
 
 
@@ -57,20 +57,20 @@ def raised_from(cause, error):
         return outer
 
 
-def test_the_cause_of_an_error_counts():
+def test_an_error_is_classified_by_its_cause():
     error = raised_from(OF_MACHINE[5], DataError("a.parquet", "cannot be read"))
     assert failure_of_machine(error) == "a.parquet: cannot be read"
     error = raised_from(OF_CODE[2], DataError("a.parquet", "cannot be read"))
     assert failure_of_machine(error) == ""
 
 
-def test_the_failure_that_torch_really_raises_for_want_of_memory_is_known():
+def test_the_error_that_torch_raises_without_memory_is_a_failure_of_the_machine():
     with pytest.raises(RuntimeError) as error:
         torch.empty(10**15)
     assert failure_of_machine(error.value).startswith("RuntimeError: ")
 
 
-def test_the_error_names_the_process_and_travels():
+def test_the_error_names_the_process_and_survives_pickling():
     error = pickle.loads(pickle.dumps(InfrastructureError("w3", "MemoryError")))
     assert str(error) == "the machine of w3 failed: MemoryError"
     assert error.exit_status == 75
@@ -85,5 +85,5 @@ def test_the_error_names_the_process_and_travels():
         (111, "111th"), (112, "112th"), (113, "113th"), (122, "122nd"),
     ],
 )  # fmt: skip
-def test_a_count_is_written_as_in_english(number, text):
+def test_an_ordinal_number_is_written_as_in_english(number, text):
     assert _ordinal(number) == text

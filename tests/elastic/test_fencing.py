@@ -1,19 +1,19 @@
-"""What an earlier generation made and comes late changes nothing, and is counted."""
+"""Late messages and snapshots of an earlier generation change nothing and are counted."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from controller_harness import ControllerHarness
 from snapshots import center_snapshot as snapshot
 from snapshots import with_progress
-from stages import Stage
 
 from raydl.core.center import SnapshotCache
 from raydl.core.worker_group import Lost, Published, Refused
 from raydl.elastic.fencing import Refusals
 
 
-def made(round, generation, *, value=0.0, is_kept=False):
+def snapshot_of(round, generation, *, value=0.0, is_kept=False):
     """Return a snapshot of a generation, with weights of one value."""
     one = snapshot(round, is_kept=is_kept)
     one = with_progress(one, generation=generation)
@@ -21,12 +21,12 @@ def made(round, generation, *, value=0.0, is_kept=False):
 
 
 def test_a_late_snapshot_of_an_older_generation_does_not_overwrite_a_kept_one():
-    """w0 completed round 7 alone, was cut off, and the others trained it anew without it."""
+    """w0 completed round 7 alone and was cut off; the others trained the round again without it."""
     cache = SnapshotCache()
-    cache.put(made(6, 1))
+    cache.put(snapshot_of(6, 1))
     cache.begin(2, 6)
-    assert cache.put(made(7, 2, value=2.0, is_kept=True))
-    assert not cache.put(made(7, 1, value=1.0, is_kept=True))
+    assert cache.put(snapshot_of(7, 2, value=2.0, is_kept=True))
+    assert not cache.put(snapshot_of(7, 1, value=1.0, is_kept=True))
     assert cache.get(7).weights[0] == 2.0
     assert (cache.get(7).progress.generation, cache.get(7).is_kept) == (2, True)
     assert cache.num_refused == 1
@@ -35,38 +35,38 @@ def test_a_late_snapshot_of_an_older_generation_does_not_overwrite_a_kept_one():
 @pytest.mark.parametrize("round", [5, 6, 7, 8, 100])
 def test_a_snapshot_of_an_older_generation_is_refused_whatever_its_round(round):
     cache = SnapshotCache()
-    cache.put(made(6, 1))
+    cache.put(snapshot_of(6, 1))
     cache.begin(2, 6)
-    cache.put(made(7, 2))
-    assert not cache.put(made(round, 1, value=1.0))
+    cache.put(snapshot_of(7, 2))
+    assert not cache.put(snapshot_of(round, 1, value=1.0))
     assert cache.rounds() == (6, 7)
     assert cache.newest().progress.generation == 2
     assert cache.num_refused == 1
 
 
-def test_a_generation_begins_without_the_rounds_after_its_first():
-    """Else a kept one of the last generation would be taken for this one's, by its number."""
+def test_a_new_generation_drops_snapshots_of_rounds_after_its_first():
+    """Else a kept snapshot of the last generation would count as one of this generation."""
     cache = SnapshotCache()
-    cache.put(made(6, 1))
-    cache.put(made(7, 1, value=1.0, is_kept=True))
+    cache.put(snapshot_of(6, 1))
+    cache.put(snapshot_of(7, 1, value=1.0, is_kept=True))
     assert cache.begin(2, 6).progress.round == 6
     assert cache.rounds() == (6,)
-    cache.put(made(7, 2, value=2.0))
-    assert not cache.get(7).is_kept, "that it was kept was said of the other"
+    cache.put(snapshot_of(7, 2, value=2.0))
+    assert not cache.get(7).is_kept, "only the earlier snapshot of round 7 was kept"
 
 
 def test_a_center_without_the_first_round_of_a_generation_keeps_its_snapshots():
     cache = SnapshotCache()
-    cache.put(made(9, 1))
+    cache.put(snapshot_of(9, 1))
     assert cache.begin(2, 6) is None
     assert cache.newest().progress.round == 9
 
 
 def test_a_copy_that_the_controller_chooses_counts_although_its_generation_is_over():
     cache = SnapshotCache()
-    cache.put(made(6, 1))
+    cache.put(snapshot_of(6, 1))
     cache.begin(2, 6)
-    cache.adopt(made(7, 1, value=1.0))  # all of generation 2 are lost, and one of 1 was left out
+    cache.adopt(snapshot_of(7, 1, value=1.0))  # generation 2 is lost, and one of 1 was left out
     assert cache.begin(3, 7).weights[0] == 1.0
     assert cache.num_refused == 0
 
@@ -74,18 +74,18 @@ def test_a_copy_that_the_controller_chooses_counts_although_its_generation_is_ov
 def test_a_copy_of_an_older_generation_does_not_replace_a_newer_snapshot_of_its_round():
     cache = SnapshotCache()
     cache.begin(2, 6)
-    cache.put(made(7, 2, value=2.0, is_kept=True))
-    cache.adopt(made(7, 1, value=1.0))
+    cache.put(snapshot_of(7, 2, value=2.0, is_kept=True))
+    cache.adopt(snapshot_of(7, 1, value=1.0))
     assert (cache.get(7).weights[0], cache.get(7).is_kept) == (2.0, True)
 
 
 def test_a_restarted_center_stores_snapshots_of_the_current_generation():
     cache = SnapshotCache()
-    cache.adopt(made(0, 0))
-    assert cache.put(made(9, 4))
+    cache.adopt(snapshot_of(0, 0))
+    assert cache.put(snapshot_of(9, 4))
 
 
-# what the controller makes of it
+# the controller
 
 
 def published(*rounds, generation, made_by=None):
@@ -93,39 +93,41 @@ def published(*rounds, generation, made_by=None):
 
 
 def test_a_poll_from_before_a_generation_does_not_count():
-    stage = Stage((2, 3)).start("w0", "w1", "w2").after(Lost("w2", "it died"))
-    stage.step(*ended(stage, 1, w0=6, w1=6), published(0, 6, 7, generation=1))
-    assert ("form", 2, ("w0", "w1"), 6) in stage.step()
-    stage.step(published(0, 6, 7, generation=1))  # asked before, answered after
-    assert stage.controller._center_manager.published == (0, 6)
-    stage.step(published(0, 6, 8, generation=2))
-    assert stage.controller._center_manager.published == (0, 6, 8)
+    harness = ControllerHarness((2, 3)).start("w0", "w1", "w2").after(Lost("w2", "it died"))
+    harness.step(*ended(harness, 1, w0=6, w1=6), published(0, 6, 7, generation=1))
+    assert ("form", 2, ("w0", "w1"), 6) in harness.step()
+    harness.step(published(0, 6, 7, generation=1))  # requested before generation 2, answered after
+    assert harness.controller._center_manager.published == (0, 6)
+    harness.step(published(0, 6, 8, generation=2))
+    assert harness.controller._center_manager.published == (0, 6, 8)
 
 
-def ended(stage, generation, **rounds):
-    """Return how workers came out of a broken exchange, each with its copy."""
+def ended(harness, generation, **rounds):
+    """Return the ends of workers that left a broken exchange, each with its copy."""
     return [
-        replace(*stage.end("broken", at, worker, generation=generation), copy_generation=generation)
+        replace(
+            *harness.end("broken", at, worker, generation=generation), copy_generation=generation
+        )
         for worker, at in rounds.items()
     ]
 
 
-@pytest.mark.parametrize(("made_by", "goes_on_from"), [(2, 8), (1, 7)])
-def test_a_copy_from_before_is_not_gone_on_from_where_the_center_has_a_newer_generations(
-    made_by, goes_on_from
+@pytest.mark.parametrize(("made_by", "first_round"), [(2, 8), (1, 7)])
+def test_a_copy_of_an_earlier_generation_is_not_used_if_the_center_has_one_of_a_newer(
+    made_by, first_round
 ):
-    """w2 completed round 7 of generation 1 late and alone; the others trained it anew in 2."""
-    stage = Stage((1, 3)).start("w0", "w1", "w2")
-    stage.controller._worker_pool.leave_out(stage.controller._run, ("w2",))
-    stage.controller._abandon(stage.controller._run)
-    stage.step(*ended(stage, 1, w0=6, w1=6), published(0, 6, generation=1))
-    assert ("form", 2, ("w0", "w1"), 6) in stage.step()
+    """w2 completed round 7 of generation 1 late and alone; generation 2 trained it again."""
+    harness = ControllerHarness((1, 3)).start("w0", "w1", "w2")
+    harness.controller._worker_pool.leave_out(harness.controller._run, ("w2",))
+    harness.controller._abandon(harness.controller._run)
+    harness.step(*ended(harness, 1, w0=6, w1=6), published(0, 6, generation=1))
+    assert ("form", 2, ("w0", "w1"), 6) in harness.step()
     newest = (8,) if made_by == 2 else ()
-    stage.step(*ended(stage, 1, w2=7), published(0, 6, *newest, generation=2, made_by=made_by))
-    told = stage.step(Lost("w0", "it died"), Lost("w1", "it died")) + stage.step()
-    told += stage.step(published(0, 6, *newest or (7,), generation=2, made_by=made_by))
-    assert (("publish", "w2") in told) == (made_by == 1), "of generation 2 nothing is left"
-    assert stage.controller._round == goes_on_from
+    harness.step(*ended(harness, 1, w2=7), published(0, 6, *newest, generation=2, made_by=made_by))
+    calls = harness.step(Lost("w0", "it died"), Lost("w1", "it died")) + harness.step()
+    calls += harness.step(published(0, 6, *newest or (7,), generation=2, made_by=made_by))
+    assert (("publish", "w2") in calls) == (made_by == 1), "nothing of generation 2 is left"
+    assert harness.controller._round == first_round
 
 
 def test_refusals_are_counted_by_kind_and_logged_at_each_doubling():
@@ -134,18 +136,18 @@ def test_refusals_are_counted_by_kind_and_logged_at_each_doubling():
     assert refusals.note_refused("center a", {"snapshots": 1}) == [
         "refused a late snapshot from an earlier generation: it changed nothing"
     ]
-    told = [refusals.note_refused("center a", {"snapshots": n}) for n in range(1, 1000)]
-    assert sum(map(len, told)) < 10
+    sentences = [refusals.note_refused("center a", {"snapshots": n}) for n in range(1, 1000)]
+    assert sum(map(len, sentences)) < 10
     (sentence,) = refusals.note_refused("shard 1", {"messages": 3})
     assert sentence.startswith("refused 3 late messages from outside ")
     refusals.note_refused(
         "center b", {"snapshots": 1}
-    )  # the center was started again, and counts anew
+    )  # the center was restarted and counts from 0
     assert refusals.counts == {"snapshots": 1000, "messages": 3}
 
 
 def test_the_controller_logs_and_counts_refusals_of_center_and_shards():
-    stage = Stage().start()
-    stage.step(replace(Published((0,), process="a"), refused={"messages": 2}), Refused("b", 1))
-    assert stage.controller.refused == {"messages": 3}
-    assert any(line.startswith("refused 2 late messages") for line in stage.said)
+    harness = ControllerHarness().start()
+    harness.step(replace(Published((0,), process="a"), refused={"messages": 2}), Refused("b", 1))
+    assert harness.controller.refused == {"messages": 3}
+    assert any(line.startswith("refused 2 late messages") for line in harness.log_lines)

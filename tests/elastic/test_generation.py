@@ -1,4 +1,4 @@
-"""What is known of the generation that trains."""
+"""The state of the generation that trains: its members, outcome and checkpoints."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def report(run, worker_id, round, *kept):
     run.reports[worker_id] = WorkerReport(worker_id, round, (), tuple(kept), {})
 
 
-# who is there
+# members
 
 
 def test_members_are_at_work_until_they_have_ended_and_present_until_they_are_lost():
@@ -36,7 +36,7 @@ def test_members_are_at_work_until_they_have_ended_and_present_until_they_are_lo
     assert run.ended == {}
 
 
-def test_it_is_idle_once_each_member_has_ended_or_was_lost():
+def test_a_generation_is_idle_once_each_member_has_ended_or_was_lost():
     run = generation_of()
     assert not run.is_idle
     end(run, "w1", Outcome.REGROUP)
@@ -50,7 +50,7 @@ def test_it_is_idle_once_each_member_has_ended_or_was_lost():
     assert (run.is_idle, run.at_work) == (False, ("w0",))
 
 
-def test_it_is_broken_when_an_exchange_did_not_complete():
+def test_a_generation_is_broken_when_an_exchange_did_not_complete():
     run = generation_of()
     end(run, "w0", Outcome.REGROUP)
     assert not run.is_broken
@@ -60,7 +60,7 @@ def test_it_is_broken_when_an_exchange_did_not_complete():
     assert not run.is_broken
 
 
-# what follows
+# outcomes
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_it_is_broken_when_an_exchange_did_not_complete():
         ([("finished", 21), ("regroup", 20)], Outcome.REGROUP),
         ([("regroup", 20), ("stopped", 21)], Outcome.REGROUP),
         ([("broken", 19), ("regroup", 20)], Outcome.REGROUP),
-        # a last round is the last one for those who missed it, too
+        # the last round ends the run also for members that missed it
         ([("broken", 19), ("finished", 20)], Outcome.FINISHED),
         ([("finished", 20), ("broken", 19)], Outcome.FINISHED),
         ([("stopped", 20), ("broken", 19)], Outcome.STOPPED),
         ([("broken", -1), ("finished", 0)], Outcome.FINISHED),
-        # whoever is behind does not decide
+        # a member that is behind does not decide
         ([("finished", 19), ("broken", 20)], Outcome.BROKEN),
     ],
 )
@@ -91,7 +91,7 @@ def test_the_outcome_of_a_generation_when_all_members_have_ended(ends, outcome):
     assert run.outcome() is outcome
 
 
-def test_the_freshest_end_is_that_of_the_furthest_present_member():
+def test_the_newest_end_is_that_of_the_furthest_present_member():
     run = generation_of()
     assert run.newest_end() is None
     end(run, "w0", Outcome.BROKEN, 19)
@@ -104,7 +104,7 @@ def test_the_freshest_end_is_that_of_the_furthest_present_member():
     assert run.newest_end().worker_id == "w0"
 
 
-def test_how_a_lost_member_ended_decides_nothing():
+def test_the_end_of_a_lost_member_does_not_affect_the_outcome():
     run = generation_of()
     end(run, "w0", Outcome.FINISHED)
     end(run, "w1", Outcome.REGROUP)
@@ -169,7 +169,7 @@ def test_the_reports_are_final_once_each_reaches_its_members_end():
     assert run.has_final_reports(), "a lost member has no end to report"
 
 
-# where members come one by one
+# members that join one by one
 
 
 def test_members_keep_the_generation_that_they_entered_with():
@@ -188,7 +188,7 @@ def test_a_member_that_left_and_rejoins_enters_a_new_generation():
     assert [run.entered_with(w) for w in THREE] == [3, 3, 5]
 
 
-def test_with_a_change_the_lost_ones_are_forgotten_and_the_ends_of_others_are_not():
+def test_a_change_drops_lost_members_and_keeps_the_ends_of_the_others():
     run = generation_of(number=3)
     run.lose("w1")
     end(run, "w0", Outcome.FINISHED)

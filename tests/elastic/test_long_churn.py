@@ -1,4 +1,4 @@
-"""Half a day in which a worker is replaced every 30 s leaves nothing behind, in simulated hours."""
+"""The memory of driver and center does not grow in 12 simulated hours of replacements."""
 
 import contextlib
 import gc
@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from controller_harness import ControllerHarness
 from coordinators import request
 from ensembles import Ensemble
 from message_jobs import message_job
@@ -21,16 +22,16 @@ from raydl.parameter_server.protocol import Completion, MessageId
 from raydl.ray_backend import cluster
 
 HOURS, POLL_S = 12, 20.0
-_NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType)
+_SKIPPED_TYPES = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType)
 
 
-def num_held(root, *apart):
-    """Return how many objects an object holds, in whatever containers; without ``apart``."""
-    seen = {id(other) for other in apart}
+def num_reachable(root, *excluded):
+    """Return how many objects are reachable from an object, without those of ``excluded``."""
+    seen = {id(other) for other in excluded}
     todo, count = [root], 0
     while todo:
         thing = todo.pop()
-        if id(thing) in seen or isinstance(thing, _NOT_FOLLOWED):
+        if id(thing) in seen or isinstance(thing, _SKIPPED_TYPES):
             continue
         seen.add(id(thing))
         count += 1
@@ -38,31 +39,33 @@ def num_held(root, *apart):
     return count
 
 
-class Windows:
-    """The most that was counted early in half a day, and late."""
+class PeakCounts:
+    """The largest counts early and late in 12 hours."""
 
     def __init__(self):
         self.early = self.late = 0
 
-    def look(self, hour, count):
+    def note(self, hour, count):
         if 3 <= hour <= 5:
             self.early = max(self.early, count())
         elif 10 <= hour <= 12:
             self.late = max(self.late, count())
 
     def is_flat(self):
-        assert self.early > 100, "something is held"
+        assert self.early > 100, "the count is not of an empty object"
         return self.late <= 1.05 * self.early
 
 
 @pytest.fixture(params=[True, False], ids=["rounds", "messages"])
 def churn(request):
-    """Return (what the driver held, the curve names, the workers lost) in half a day."""
-    writer, windows = CountingWriter(), Windows()
+    """Return (peak counts of the driver, the names of curves, the workers lost) of 12 hours."""
+    writer, peaks = CountingWriter(), PeakCounts()
 
-    def count():  # what fills up to a bound of its own in some hours is apart
+    def count():  # without containers that fill up to a fixed bound in some hours
         recorder = driver.recorder
-        return num_held(driver, driver.worker_group, writer, recorder._history, recorder._stack)
+        return num_reachable(
+            driver, driver.worker_group, writer, recorder._history, recorder._stack
+        )
 
     with contextlib.redirect_stdout(io.StringIO()):
         driver = Driver(
@@ -74,25 +77,25 @@ def churn(request):
             for poll in range(int(HOURS * 3600 / POLL_S)):
                 driver.step()
                 if poll % 20 == 0:
-                    windows.look(poll * POLL_S / 3600, count)
-    return windows, writer.names, driver.worker_group.num_lost
+                    peaks.note(poll * POLL_S / 3600, count)
+    return peaks, writer.names, driver.worker_group.num_lost
 
 
-def test_in_half_a_day_of_replacements_the_driver_holds_no_more_and_curves_stay_few(churn):
-    windows, names, num_lost = churn
+def test_in_12_hours_of_replacements_the_driver_does_not_grow_and_curves_stay_few(churn):
+    peaks, names, num_lost = churn
     assert num_lost > 700
-    assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
+    assert peaks.is_flat(), f"{peaks.early} objects became {peaks.late}"
     by_worker = {name for name in names if name.startswith("worker_")}
     assert len(by_worker) <= 2 * 2 * MOST
     assert {"worker_step_s/place0", "worker_waited_s/place0"} <= by_worker
     assert any(name.startswith("worker_step_s/w") for name in by_worker)
 
 
-def test_in_half_a_day_of_replacements_the_center_holds_no_more():
+def test_in_12_hours_of_replacements_the_center_does_not_grow():
     ensemble = Ensemble(message_job("async-easgd", epochs=10**6), num_workers=0)
     members = [f"w{i}" for i in range(4)]
     ensemble._open_center(ensemble.first, Membership(1, tuple(members)))
-    service, windows = ensemble.service, Windows()
+    service, peaks = ensemble.service, PeakCounts()
     entered, sequences = dict.fromkeys(members, 1), dict.fromkeys(members, 0)
     size = ensemble.flat.num_parameters
     for worker_id in members:
@@ -117,8 +120,8 @@ def test_in_half_a_day_of_replacements_the_center_holds_no_more():
         service.coordinator.pop_due()
         service.coordinator.pop_records()
         if number % 20 == 0:
-            windows.look(HOURS * number / num_changes, lambda: num_held(service))
-    assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
+            peaks.note(HOURS * number / num_changes, lambda: num_reachable(service))
+    assert peaks.is_flat(), f"{peaks.early} objects became {peaks.late}"
 
 
 # curves
@@ -161,36 +164,25 @@ def test_a_long_run_without_checkpoints_remembers_its_beginning_and_its_newest_r
     assert history.up_to(1).round == 0
 
 
-# what those who leave hand on
-
-
-class Legacies:
-    """A controller with workers that drain, each of which hands in its replica."""
-
-    def __init__(self, num_workers):
-        from test_controller import Stage
-
-        workers = [f"w{i}" for i in range(num_workers)]
-        self.stage = Stage((1, num_workers), is_sync=False).start(*workers)
-        self.worker_pool = self.stage.controller._worker_pool
+# replicas of workers that leave
 
 
 def test_replicas_are_kept_only_for_newcomers():
-    legacies = Legacies(4)
-    worker_pool, stage = legacies.worker_pool, legacies.stage
-    for worker_id in ("w0", "w1"):  # fewer are wanted: nobody takes their places
+    harness = ControllerHarness((1, 4), is_sync=False).start("w0", "w1", "w2", "w3")
+    worker_pool = harness.controller._worker_pool
+    for worker_id in ("w0", "w1"):  # fewer are wanted: they are not replaced
         worker_pool.remove(worker_id)
-        told = stage.step(*stage.end("left", 5, worker_id, generation=1), Changed())
-        assert ("end", worker_id) in told
-        assert ("hand_in", worker_id) not in told
-    stage.step(Draining("w2"), Changed())  # somebody does, as soon as it is up
-    ended = stage.end("left", 6, "w2", generation=1)
-    assert ("hand_in", "w2") in stage.step(*ended, Changed())
-    stage.step(HandedIn("w2", {"replica": "w2"}))
+        calls = harness.step(*harness.end("left", 5, worker_id, generation=1), Changed())
+        assert ("end", worker_id) in calls
+        assert ("hand_in", worker_id) not in calls
+    harness.step(Draining("w2"), Changed())  # its replacement takes its state, once ready
+    ended = harness.end("left", 6, "w2", generation=1)
+    assert ("hand_in", "w2") in harness.step(*ended, Changed())
+    harness.step(HandedIn("w2", {"replica": "w2"}))
     assert worker_pool._handed_in == [{"replica": "w2"}]
-    worker_pool.remove("w4")  # who would have taken it
+    worker_pool.remove("w4")  # the replacement that would have taken it
     worker_pool.note_handed_in("w3", {"replica": "w3"})
-    assert ("forget", {"replica": "w3"}) in stage.worker_group.told
+    assert ("forget", {"replica": "w3"}) in harness.worker_group.calls
 
 
 def test_a_reported_drain_notice_is_forgotten_with_its_worker(monkeypatch):

@@ -1,4 +1,4 @@
-"""Who trains together where workers come by themselves: decided by a clock that a test turns."""
+"""The rendezvous forms generations of workers that arrive, leave and die on their own."""
 
 import dataclasses
 import gc
@@ -18,8 +18,8 @@ from raydl.errors import AttachError, ExchangeError
 LEASE_S, TIMEOUT_S = 10.0, 100.0
 
 
-class Gathering:
-    """A meeting and its clock."""
+class RendezvousHarness:
+    """A rendezvous with a clock that the test sets."""
 
     def __init__(self, num_workers, *, in_rounds=True):
         self.now = 0.0
@@ -35,14 +35,14 @@ class Gathering:
     def poll(self, worker_id, generation=0, age=(0, 0)):
         return self.rendezvous.poll_invitation(worker_id, generation=generation, age=age)
 
-    def come(self, *worker_ids, generation=0, age=(0, 0)):
-        """Let workers come and ask until nothing changes; return whom each was called with."""
+    def poll_all(self, *worker_ids, generation=0, age=(0, 0)):
+        """Poll twice for each worker; return the members that each was last invited with."""
         for _ in range(2):
-            calls = [self.poll(w, generation, age) for w in worker_ids]
-        return [call and call.membership.worker_ids for call in calls]
+            invitations = [self.poll(w, generation, age) for w in worker_ids]
+        return [i and i.membership.worker_ids for i in invitations]
 
-    def pass_s(self, seconds, **members):
-        """Let time pass; members of a generation are heard all the while."""
+    def advance(self, seconds, **members):
+        """Advance the clock while the given members send heartbeats of their generations."""
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker_id, generation in members.items():
@@ -52,109 +52,109 @@ class Gathering:
         return self.rendezvous.heartbeat(worker_id, generation)
 
 
-def test_the_first_generation_forms_when_the_fewest_are_there():
-    gathering = Gathering((2, 4))
-    assert gathering.come("w0") == [None]
-    assert gathering.come("w1", "w0") == [("w0", "w1")] * 2
-    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
+def test_the_first_generation_forms_when_the_minimum_of_workers_has_arrived():
+    harness = RendezvousHarness((2, 4))
+    assert harness.poll_all("w0") == [None]
+    assert harness.poll_all("w1", "w0") == [("w0", "w1")] * 2
+    assert harness.heartbeat("w0", 1) is Signal.GO_ON
 
 
 def test_ranks_follow_the_ids_whichever_worker_arrives_first():
-    gathering = Gathering((3, 3))
-    assert gathering.come("w10", "w2", "w1") == [("w1", "w2", "w10")] * 3
+    harness = RendezvousHarness((3, 3))
+    assert harness.poll_all("w10", "w2", "w1") == [("w1", "w2", "w10")] * 3
 
 
 def test_a_time_out_gives_the_number_of_workers_and_what_to_change():
-    gathering = Gathering((4, 4))
-    gathering.poll("w0")
+    harness = RendezvousHarness((4, 4))
+    harness.poll("w0")
     for second in range(1, 100):
-        gathering.now = float(second)
-        assert gathering.poll("w0") is gathering.poll("w1") is None
-    gathering.now = TIMEOUT_S
+        harness.now = float(second)
+        assert harness.poll("w0") is harness.poll("w1") is None
+    harness.now = TIMEOUT_S
     with pytest.raises(
         AttachError, match=r"waited for 100 s: 2 of 4 workers arrived; start the oth"
     ):
-        gathering.poll("w0")
+        harness.poll("w0")
 
 
-def test_a_late_worker_causes_a_vote_and_then_is_a_member():
-    gathering = Gathering((1, 2))
-    gathering.come("w0")
-    assert gathering.poll("w1") is None
-    assert gathering.heartbeat("w0", 1) is Signal.REGROUP
-    call = gathering.poll("w0", 1, (5, 9))
-    assert call.membership.worker_ids == ("w0", "w1")
-    assert (call.source, call.age) == ("w0", (5, 9))
-    assert gathering.poll("w1") == call
+def test_a_worker_that_arrives_late_causes_a_regroup_and_becomes_a_member():
+    harness = RendezvousHarness((1, 2))
+    harness.poll_all("w0")
+    assert harness.poll("w1") is None
+    assert harness.heartbeat("w0", 1) is Signal.REGROUP
+    invitation = harness.poll("w0", 1, (5, 9))
+    assert invitation.membership.worker_ids == ("w0", "w1")
+    assert (invitation.source, invitation.age) == ("w0", (5, 9))
+    assert harness.poll("w1") == invitation
 
 
 def test_no_member_regroups_for_a_newcomer_beyond_the_maximum():
-    gathering = Gathering((1, 1))
-    gathering.come("w0")
-    assert gathering.poll("w1") is None
-    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
+    harness = RendezvousHarness((1, 1))
+    harness.poll_all("w0")
+    assert harness.poll("w1") is None
+    assert harness.heartbeat("w0", 1) is Signal.GO_ON
     for _ in range(19):
-        gathering.pass_s(5, w0=1)
-        assert gathering.poll("w1") is None
-    gathering.pass_s(5, w0=1)
+        harness.advance(5, w0=1)
+        assert harness.poll("w1") is None
+    harness.advance(5, w0=1)
     with pytest.raises(AttachError, match="for a place: 1 workers are attached"):
-        gathering.poll("w1")
+        harness.poll("w1")
 
 
-def three_of(min_workers):
-    """Return a meeting in whose generation 2 three train."""
-    gathering = Gathering((min_workers, 3))
-    gathering.come("w0", "w1")
-    gathering.poll("w2")
-    gathering.come("w0", "w1", generation=1)
-    assert gathering.rendezvous.membership.worker_ids == ("w0", "w1", "w2")
-    return gathering
+def rendezvous_of_three(min_workers):
+    """Return a rendezvous whose generation 2 has three members."""
+    harness = RendezvousHarness((min_workers, 3))
+    harness.poll_all("w0", "w1")
+    harness.poll("w2")
+    harness.poll_all("w0", "w1", generation=1)
+    assert harness.rendezvous.membership.worker_ids == ("w0", "w1", "w2")
+    return harness
 
 
 def test_a_lost_member_ends_the_generation_and_the_others_form_the_next_one():
-    gathering = three_of(2)
-    gathering.pass_s(LEASE_S - 1, w1=2, w2=2)
-    assert gathering.heartbeat("w1", 2) is Signal.GO_ON
-    gathering.pass_s(1, w1=2, w2=2)
-    assert gathering.heartbeat("w1", 2) is Signal.OVER
-    assert gathering.come("w1", "w2", generation=2) == [("w1", "w2")] * 2
+    harness = rendezvous_of_three(2)
+    harness.advance(LEASE_S - 1, w1=2, w2=2)
+    assert harness.heartbeat("w1", 2) is Signal.GO_ON
+    harness.advance(1, w1=2, w2=2)
+    assert harness.heartbeat("w1", 2) is Signal.OVER
+    assert harness.poll_all("w1", "w2", generation=2) == [("w1", "w2")] * 2
 
 
 def test_survivors_wait_for_the_others_no_longer_than_a_lease():
-    gathering = three_of(2)
-    assert gathering.come("w0", "w1", generation=2) == [None, None]
-    assert gathering.heartbeat("w2", 2) is Signal.REGROUP  # its round may be about to arrive
-    gathering.pass_s(2, w2=2)
-    assert gathering.heartbeat("w2", 2) is Signal.OVER
+    harness = rendezvous_of_three(2)
+    assert harness.poll_all("w0", "w1", generation=2) == [None, None]
+    assert harness.heartbeat("w2", 2) is Signal.REGROUP  # it may complete the round soon
+    harness.advance(2, w2=2)
+    assert harness.heartbeat("w2", 2) is Signal.OVER
     for _ in range(7):
-        gathering.pass_s(1, w2=2)
-        assert gathering.come("w0", "w1", generation=2) == [None, None]
-    gathering.pass_s(1, w2=2)
-    assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
-    assert gathering.heartbeat("w2", 2) is Signal.OVER
-    assert gathering.come("w2", generation=2) == [None]
-    assert gathering.heartbeat("w0", 3) is Signal.REGROUP  # it is a newcomer now
+        harness.advance(1, w2=2)
+        assert harness.poll_all("w0", "w1", generation=2) == [None, None]
+    harness.advance(1, w2=2)
+    assert harness.poll_all("w0", "w1", generation=2) == [("w0", "w1")] * 2
+    assert harness.heartbeat("w2", 2) is Signal.OVER
+    assert harness.poll_all("w2", generation=2) == [None]
+    assert harness.heartbeat("w0", 3) is Signal.REGROUP  # it is a newcomer now
 
 
 def test_the_furthest_copy_is_the_source_unless_its_worker_was_left_out():
-    gathering = Gathering((2, 3))
-    gathering.come("w0", "w1")
-    gathering.poll("w0", 1, (4, 8))
-    assert gathering.poll("w1", 1, (5, 10)).source == "w1"
-    gathering.poll("late", 1, (9, 9))
-    gathering.poll("w0", 2, (6, 12))
-    call = gathering.poll("w1", 2, (6, 12))
-    assert call.membership.worker_ids == ("w0", "w1", "late")
-    assert call.source == "w0"
+    harness = RendezvousHarness((2, 3))
+    harness.poll_all("w0", "w1")
+    harness.poll("w0", 1, (4, 8))
+    assert harness.poll("w1", 1, (5, 10)).source == "w1"
+    harness.poll("late", 1, (9, 9))
+    harness.poll("w0", 2, (6, 12))
+    invitation = harness.poll("w1", 2, (6, 12))
+    assert invitation.membership.worker_ids == ("w0", "w1", "late")
+    assert invitation.source == "w0"
 
 
-def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
-    gathering = Gathering((1, 1))
-    gathering.come("w0")
-    gathering.rendezvous.note_center()
-    gathering.pass_s(LEASE_S)
-    call = gathering.poll("w1")
-    assert (call.source, call.age) == (None, NO_COPY)
+def test_workers_without_a_copy_start_from_the_center_at_the_rendezvous():
+    harness = RendezvousHarness((1, 1))
+    harness.poll_all("w0")
+    harness.rendezvous.note_center()
+    harness.advance(LEASE_S)
+    invitation = harness.poll("w1")
+    assert (invitation.source, invitation.age) == (None, NO_COPY)
 
 
 @pytest.mark.parametrize(
@@ -170,87 +170,87 @@ def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
 def test_after_all_are_lost_the_furthest_of_loaded_and_kept_centers_is_the_source(
     kept, loaded, source
 ):
-    gathering = Gathering((2, 2))
-    gathering.come("w0", "w1")
-    gathering.rendezvous.note_center(kept)
-    gathering.pass_s(LEASE_S)
-    gathering.poll("w2", age=(0, 0))
-    call = gathering.poll("w3", age=loaded)
-    assert (call.source, call.age) == (source, loaded if source else NO_COPY)
+    harness = RendezvousHarness((2, 2))
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.note_center(kept)
+    harness.advance(LEASE_S)
+    harness.poll("w2", age=(0, 0))
+    invitation = harness.poll("w3", age=loaded)
+    assert (invitation.source, invitation.age) == (source, loaded if source else NO_COPY)
 
 
-def test_workers_that_come_after_all_were_lost_before_a_center_was_kept_begin_anew():
-    gathering = Gathering((2, 2))
-    gathering.come("w0", "w1")
-    gathering.pass_s(LEASE_S)
-    gathering.poll("w2")
-    call = gathering.poll("w3")
-    assert (call.source, call.age) == ("w2", (0, 0))
+def test_a_run_whose_workers_were_lost_before_a_center_was_kept_begins_anew():
+    harness = RendezvousHarness((2, 2))
+    harness.poll_all("w0", "w1")
+    harness.advance(LEASE_S)
+    harness.poll("w2")
+    invitation = harness.poll("w3")
+    assert (invitation.source, invitation.age) == ("w2", (0, 0))
 
 
-def test_a_loaded_center_replaces_none_that_members_have():
-    gathering = Gathering((1, 2))
-    gathering.come("w0")
-    gathering.rendezvous.note_center()
-    gathering.poll("w1", age=(50, 9))
-    assert gathering.poll("w0", 1, (5, 9)).source == "w0"
+def test_a_loaded_center_does_not_replace_the_center_of_members():
+    harness = RendezvousHarness((1, 2))
+    harness.poll_all("w0")
+    harness.rendezvous.note_center()
+    harness.poll("w1", age=(50, 9))
+    assert harness.poll("w0", 1, (5, 9)).source == "w0"
 
 
 def test_a_worker_that_left_for_good_needs_no_replacement():
-    gathering = Gathering((3, 3))
-    gathering.come("w0", "w1", "w2")
-    assert not gathering.rendezvous.is_last("w0", 1)
-    gathering.rendezvous.leave_rendezvous("w0", 1)
-    assert gathering.heartbeat("w1", 1) is Signal.OVER
-    assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
-    assert not gathering.rendezvous.is_last("w1", 2)
-    gathering.rendezvous.leave_rendezvous("w1", 2)
-    assert gathering.rendezvous.is_last("w2", 2)
-    gathering.rendezvous.leave_rendezvous("w2", 2)
-    assert gathering.come("w3", "w4") == [None, None]  # it begins anew, with three
+    harness = RendezvousHarness((3, 3))
+    harness.poll_all("w0", "w1", "w2")
+    assert not harness.rendezvous.is_last("w0", 1)
+    harness.rendezvous.leave_rendezvous("w0", 1)
+    assert harness.heartbeat("w1", 1) is Signal.OVER
+    assert harness.poll_all("w1", "w2", generation=1) == [("w1", "w2")] * 2
+    assert not harness.rendezvous.is_last("w1", 2)
+    harness.rendezvous.leave_rendezvous("w1", 2)
+    assert harness.rendezvous.is_last("w2", 2)
+    harness.rendezvous.leave_rendezvous("w2", 2)
+    assert harness.poll_all("w3", "w4") == [None, None]  # the run begins anew and needs three
 
 
 def test_workers_that_wait_when_the_last_member_leaves_begin_anew():
-    gathering = Gathering((2, 2))
-    gathering.come("w0", "w1")
-    gathering.rendezvous.leave_rendezvous("w0", 1)
-    gathering.come("w1", generation=1)
-    assert gathering.poll("w2") is None
-    assert gathering.rendezvous.is_last("w1", 2)
-    gathering.rendezvous.leave_rendezvous("w1", 2)
-    assert gathering.come("w2") == [None]
-    assert gathering.come("w3", "w2") == [("w2", "w3")] * 2
+    harness = RendezvousHarness((2, 2))
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.leave_rendezvous("w0", 1)
+    harness.poll_all("w1", generation=1)
+    assert harness.poll("w2") is None
+    assert harness.rendezvous.is_last("w1", 2)
+    harness.rendezvous.leave_rendezvous("w1", 2)
+    assert harness.poll_all("w2") == [None]
+    assert harness.poll_all("w3", "w2") == [("w2", "w3")] * 2
 
 
 def test_a_worker_that_was_left_out_trains_alone_when_the_others_have_left():
-    gathering = three_of(2)
+    harness = rendezvous_of_three(2)
     for seconds in (LEASE_S - 1, 1):
-        assert gathering.come("w0", "w1", generation=2) == [None, None]
-        gathering.pass_s(seconds, w2=2)
-    assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
-    assert gathering.come("w2", generation=2) == [None]
-    gathering.rendezvous.leave_rendezvous("w0", 3)
-    gathering.rendezvous.leave_rendezvous("w1", 3)
-    assert gathering.come("w2", generation=2) == [("w2",)]
+        assert harness.poll_all("w0", "w1", generation=2) == [None, None]
+        harness.advance(seconds, w2=2)
+    assert harness.poll_all("w0", "w1", generation=2) == [("w0", "w1")] * 2
+    assert harness.poll_all("w2", generation=2) == [None]
+    harness.rendezvous.leave_rendezvous("w0", 3)
+    harness.rendezvous.leave_rendezvous("w1", 3)
+    assert harness.poll_all("w2", generation=2) == [("w2",)]
 
 
 def test_a_lost_worker_needs_a_replacement():
-    gathering = Gathering((2, 2))
-    gathering.come("w0", "w1")
-    gathering.pass_s(LEASE_S, w0=1)
-    assert gathering.come("w0", generation=1) == [None]
-    assert gathering.come("w2", "w0") == [("w0", "w2")] * 2
+    harness = RendezvousHarness((2, 2))
+    harness.poll_all("w0", "w1")
+    harness.advance(LEASE_S, w0=1)
+    assert harness.poll_all("w0", generation=1) == [None]
+    assert harness.poll_all("w2", "w0") == [("w0", "w2")] * 2
 
 
 def test_the_rendezvous_does_not_wait_for_a_waiting_worker_that_dies():
-    gathering = Gathering((2, 2))
-    gathering.poll("w0")
-    gathering.now = LEASE_S
-    assert gathering.come("w1") == [None]
+    harness = RendezvousHarness((2, 2))
+    harness.poll("w0")
+    harness.now = LEASE_S
+    assert harness.poll_all("w1") == [None]
 
 
 def test_ids_are_never_used_again():
-    rendezvous = Gathering((1, 1)).rendezvous
+    rendezvous = RendezvousHarness((1, 1)).rendezvous
     assert [rendezvous.new_worker_id(wish) for wish in (None, "w1", "w1", None)][:2] == ["w0", "w1"]
     names = [rendezvous.new_worker_id(wish) for wish in ("a", "a", None, None, "w1")]
     assert names[0] == "a"
@@ -258,70 +258,70 @@ def test_ids_are_never_used_again():
 
 
 def test_the_rendezvous_is_not_unused_while_a_new_worker_is_about_to_poll():
-    gathering = Gathering((1, 1))
-    gathering.now = 59.0
-    assert gathering.rendezvous.unused_s() == 59
-    gathering.rendezvous.new_worker_id()
-    assert gathering.rendezvous.unused_s() == 0
+    harness = RendezvousHarness((1, 1))
+    harness.now = 59.0
+    assert harness.rendezvous.unused_s() == 59
+    harness.rendezvous.new_worker_id()
+    assert harness.rendezvous.unused_s() == 0
 
 
 # by messages
 
 
-def by_messages(num_workers):
-    return Gathering(num_workers, in_rounds=False)
+def message_rendezvous(num_workers):
+    return RendezvousHarness(num_workers, in_rounds=False)
 
 
-def test_by_messages_the_others_stay_as_they_are():
-    gathering = by_messages((2, 3))
-    gathering.come("w0", "w1")
-    gathering.rendezvous.note_center()
-    call = gathering.poll("w2")
-    assert call.generation == 2
-    assert call.membership.worker_ids == ("w0", "w1", "w2")
-    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
-    gathering.rendezvous.leave_rendezvous("w0", 1)
-    assert gathering.rendezvous.membership.worker_ids == ("w1", "w2")
-    assert [m.generation for m in gathering.rendezvous.pop_changes()] == [1, 2, 3]
+def test_by_messages_the_others_stay_in_their_generations():
+    harness = message_rendezvous((2, 3))
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.note_center()
+    invitation = harness.poll("w2")
+    assert invitation.generation == 2
+    assert invitation.membership.worker_ids == ("w0", "w1", "w2")
+    assert harness.heartbeat("w0", 1) is Signal.GO_ON
+    harness.rendezvous.leave_rendezvous("w0", 1)
+    assert harness.rendezvous.membership.worker_ids == ("w1", "w2")
+    assert [m.generation for m in harness.rendezvous.pop_changes()] == [1, 2, 3]
 
 
-def test_by_messages_a_member_that_returns_leaves_and_enters():
-    gathering = by_messages((2, 2))
-    gathering.come("w0", "w1")
-    gathering.rendezvous.note_center()
-    call = gathering.poll("w0", 1)
-    assert call.generation == 3
-    assert [m.worker_ids for m in gathering.rendezvous.pop_changes()] == [
+def test_by_messages_a_member_that_polls_again_leaves_and_enters_anew():
+    harness = message_rendezvous((2, 2))
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.note_center()
+    invitation = harness.poll("w0", 1)
+    assert invitation.generation == 3
+    assert [m.worker_ids for m in harness.rendezvous.pop_changes()] == [
         ("w0", "w1"), ("w1",), ("w1", "w0")
     ]  # fmt: skip
 
 
 def test_by_messages_a_silent_member_is_removed_and_its_next_heartbeat_returns_over():
-    gathering = by_messages((1, 2))
-    gathering.come("w0")
-    gathering.rendezvous.note_center()
-    gathering.come("w1")
-    gathering.pass_s(LEASE_S, w1=2)
-    assert gathering.rendezvous.membership.worker_ids == ("w1",)
-    assert gathering.heartbeat("w0", 1) is Signal.OVER
+    harness = message_rendezvous((1, 2))
+    harness.poll_all("w0")
+    harness.rendezvous.note_center()
+    harness.poll_all("w1")
+    harness.advance(LEASE_S, w1=2)
+    assert harness.rendezvous.membership.worker_ids == ("w1",)
+    assert harness.heartbeat("w0", 1) is Signal.OVER
 
 
-def test_by_messages_a_start_whose_first_worker_dies_begins_again():
-    gathering = by_messages((2, 3))
-    gathering.come("w0", "w1")
-    gathering.pass_s(LEASE_S, w1=1)
-    assert gathering.heartbeat("w1", 1) is Signal.OVER
-    assert gathering.poll("w2") is None
-    call = gathering.poll("w1", 1)
-    assert call.membership.worker_ids == ("w1", "w2")
-    assert call.source == "w1"
+def test_by_messages_the_run_begins_again_if_its_first_worker_dies_at_the_start():
+    harness = message_rendezvous((2, 3))
+    harness.poll_all("w0", "w1")
+    harness.advance(LEASE_S, w1=1)
+    assert harness.heartbeat("w1", 1) is Signal.OVER
+    assert harness.poll("w2") is None
+    invitation = harness.poll("w1", 1)
+    assert invitation.membership.worker_ids == ("w1", "w2")
+    assert invitation.source == "w1"
 
 
-# and with loops in threads
+# user loops in threads
 
 
 class Loops:
-    """Loops over nothing in particular, in threads, until they are told to stop."""
+    """User loops of a small model in threads, until ``stop``."""
 
     def __init__(self, name, num_workers, *, period=2, lease_s=10.0, **exchange):
         method = MethodConfig(name=name, period=period)
@@ -342,7 +342,7 @@ class Loops:
         def loop():
             with elastic:
                 before = elastic.generation, elastic.state_dict()["center"]["round"]
-                while not self.stopped.wait(0.003):  # which leaves the core to others
+                while not self.stopped.wait(0.003):  # leave the core to other threads
                     if worker_id in self.dead:
                         return die(elastic)
                     optimizer.zero_grad()
@@ -359,8 +359,8 @@ class Loops:
 
         self.futures.append(self.pool.submit(loop))
 
-    def until(self, worker_ids, num_workers):
-        """Wait until these workers have taken ten more steps with so many."""
+    def wait_for_steps(self, worker_ids, num_workers):
+        """Wait until workers have taken ten more steps in a generation of ``num_workers``."""
         steps = {w: self.seen.get(w, (0, 0))[1] + 10 for w in worker_ids}
         deadline = time.monotonic() + 20
         while not all(
@@ -381,7 +381,7 @@ class Loops:
 
 
 def die(elastic):
-    """Go without a word, as a killed process does."""
+    """Stop heartbeats and close the transport, as the end of a killed process does."""
     elastic._rendezvous._ended.set()
     elastic._rendezvous._close_transport()
 
@@ -403,13 +403,13 @@ def test_workers_join_leave_and_die_and_the_others_train_on(name, exchange):
     loops = Loops(name, (2, 3), lease_s=0.8, **exchange)
     loops.start("w0")
     loops.start("w1")
-    loops.until(["w0", "w1"], 2)
+    loops.wait_for_steps(["w0", "w1"], 2)
     loops.start("w2")
-    loops.until(["w0", "w1", "w2"], 3)
+    loops.wait_for_steps(["w0", "w1", "w2"], 3)
     loops.dead.add("w0")
-    loops.until(["w1", "w2"], 2)
+    loops.wait_for_steps(["w1", "w2"], 2)
     loops.start("w3")
-    loops.until(["w1", "w2", "w3"], 3)
+    loops.wait_for_steps(["w1", "w2", "w3"], 3)
     for center in loops.stop()[1:]:
         assert torch.isfinite(center["weight"]).all()
     if METHODS[name].strategy == "sync":  # every rank has the same center after the same round
@@ -419,7 +419,7 @@ def test_workers_join_leave_and_die_and_the_others_train_on(name, exchange):
 def test_a_newcomer_starts_at_the_center_and_at_its_step():
     loops = Loops("sync-easgd", (1, 2), period=1)
     loops.start("w0")
-    loops.until(["w0"], 1)
+    loops.wait_for_steps(["w0"], 1)
     model = torch.nn.Linear(4, 1)
     with loops.threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)) as elastic:
         assert elastic.local_step >= 10
@@ -429,29 +429,29 @@ def test_a_newcomer_starts_at_the_center_and_at_its_step():
     loops.stop()
 
 
-def test_the_center_of_the_last_worker_is_there_for_the_next_one():
+def test_the_next_worker_starts_from_the_center_of_the_last_one():
     loops = Loops("sync-easgd", 1, period=1)
     loops.start("w0")
-    loops.until(["w0"], 1)
+    loops.wait_for_steps(["w0"], 1)
     (center,) = loops.stop()
     model = torch.nn.Linear(4, 1)
     with loops.threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)):
         assert torch.equal(model.weight, center["weight"])
 
 
-def fails(worker_id, membership, abandoned):
+def fail_to_connect(worker_id, membership, abandoned):
     raise ExchangeError(0, membership.generation, "the others were not reached")
 
 
 def attached(threads, worker_id, seed):
-    """Return (handle, model) of a worker; one layer is not trained, but the same for all."""
+    """Return (handle, model) of a worker, with a frozen layer that all workers share."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Linear(1, 1))
     model[1].requires_grad_(False)
     return threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), worker_id), model
 
 
-def steps(elastic, model, count):
+def train_steps(elastic, model, count):
     for _ in range(count):
         elastic.zero_grad()
         model(torch.ones(2, 4)).square().mean().backward()
@@ -459,11 +459,11 @@ def steps(elastic, model, count):
 
 
 def with_a_kept_center():
-    """Return (threads, the center of a worker that has trained there and left)."""
+    """Return (threads, center), where the last worker has trained, left and kept its center."""
     threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
     last, model = attached(threads, "w0", 0)
     with last:
-        steps(last, model, 5)
+        train_steps(last, model, 5)
         return threads, last.center_state_dict()
 
 
@@ -477,35 +477,35 @@ def test_workers_restarted_from_a_state_continue_it_although_an_older_center_is_
     method = MethodConfig(name="sync-easgd", period=1)
     elastic, model = attached(Threads(settings(method, 1)), "w0", 0)
     with elastic:
-        steps(elastic, model, 8)
+        train_steps(elastic, model, 8)
         state, center = elastic.state_dict(), elastic.center_state_dict()
     threads = Threads(settings(method, 2, lease_s=0.8))
 
-    def is_lost(worker_id, seed):
+    def train_and_die(worker_id, seed):
         elastic, _ = attached(threads, worker_id, seed)
         elastic.join()
         die(elastic)
 
-    def restarted(worker_id, seed):
+    def restart(worker_id, seed):
         elastic, _ = attached(threads, worker_id, seed)
-        if worker_id == "w1":  # the other one is to follow
+        if worker_id == "w1":  # w0 follows it
             elastic.load_state_dict(state)
         with elastic:
             assert elastic.local_step == 8
             return elastic.center_state_dict()
 
-    run_all([lambda: is_lost("w0", 1), lambda: is_lost("w1", 2)])
-    for found in run_all([lambda: restarted("w0", 3), lambda: restarted("w1", 4)]):
+    run_all([lambda: train_and_die("w0", 1), lambda: train_and_die("w1", 2)])
+    for found in run_all([lambda: restart("w0", 3), lambda: restart("w1", 4)]):
         assert same(found, center)
 
 
-def test_the_center_of_the_last_worker_is_there_for_one_that_waits():
+def test_a_waiting_worker_starts_from_the_center_of_the_last_one():
     threads = Threads(settings(MethodConfig(name="sync-easgd", period=100), (1, 2)))
     last, model = attached(threads, "w0", 0)
     last.join()
-    steps(last, model, 101)
+    train_steps(last, model, 101)
     put = threads.server.put
-    threads.server.put = lambda *copy: (time.sleep(0.2), put(*copy))  # the other one polls
+    threads.server.put = lambda *copy: (time.sleep(0.2), put(*copy))  # w1 polls meanwhile
     with ThreadPoolExecutor(1) as pool:
         new, _ = attached(threads, "w1", 1)
         waiting = pool.submit(new.join)
@@ -518,17 +518,17 @@ def test_the_center_of_the_last_worker_is_there_for_one_that_waits():
     new.detach()
 
 
-def test_a_worker_that_never_entered_leaves_the_kept_center_as_it_is():
+def test_a_worker_that_never_entered_does_not_change_the_kept_center():
     threads, center = with_a_kept_center()
     failing, _ = attached(threads, "w1", 1)
-    failing._rendezvous._make_transport = fails
+    failing._rendezvous._make_transport = fail_to_connect
     with pytest.raises(ExchangeError):
         failing.join()
     failing.detach()
     assert same(center_of_a_new_worker(threads), center)
 
 
-def test_a_worker_whose_start_fails_leaves_the_kept_center_as_it_is(monkeypatch):
+def test_a_worker_whose_start_fails_does_not_change_the_kept_center(monkeypatch):
     threads, center = with_a_kept_center()
     failing, _ = attached(threads, "w1", 1)
 
@@ -542,11 +542,11 @@ def test_a_worker_whose_start_fails_leaves_the_kept_center_as_it_is(monkeypatch)
     assert same(center_of_a_new_worker(threads), center)
 
 
-def test_the_center_of_a_last_worker_whose_lease_expired_is_there_for_the_next_one():
+def test_the_next_worker_starts_from_the_center_of_a_last_one_whose_lease_expired():
     threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1, lease_s=0.2))
     last, model = attached(threads, "w0", 0)
     last.join()
-    steps(last, model, 5)
+    train_steps(last, model, 5)
     heartbeat, threads.server.heartbeat = threads.server.heartbeat, lambda *of: Signal.GO_ON
     time.sleep(0.5)
     threads.server.unused_s()
@@ -562,24 +562,24 @@ def test_a_worker_that_waited_in_vain_for_a_replacement_leaves_its_center():
     scaling = dataclasses.replace(config.scaling, start_timeout_s=2.0)
     threads = Threads(dataclasses.replace(config, scaling=scaling))
 
-    def is_lost():
+    def train_and_die():
         elastic, model = attached(threads, "w1", 1)
-        steps(elastic, model, 5)
+        train_steps(elastic, model, 5)
         die(elastic)
 
-    def stays():
+    def wait_for_replacement():
         elastic, model = attached(threads, "w0", 0)
         with pytest.raises(AttachError, match="1 of 2 workers arrived"), elastic:
-            steps(elastic, model, 50)
+            train_steps(elastic, model, 50)
         return elastic.center_state_dict()
 
-    def follows(worker_id):
+    def start_next(worker_id):
         elastic, _ = attached(threads, worker_id, 2)
         with elastic:
             return elastic.center_state_dict()
 
-    center, _ = run_all([stays, is_lost])
-    for found in run_all([lambda: follows("w2"), lambda: follows("w3")]):
+    center, _ = run_all([wait_for_replacement, train_and_die])
+    for found in run_all([lambda: start_next("w2"), lambda: start_next("w3")]):
         assert same(found, center)
 
 

@@ -1,4 +1,4 @@
-"""How long the others wait, and whom they go on without."""
+"""How long workers wait for a straggler, and when they continue without it."""
 
 import math
 
@@ -21,7 +21,7 @@ def stragglers_of(*rounds, pauses=()):
     return stragglers
 
 
-def test_a_round_that_several_workers_tell_of_counts_once():
+def test_a_round_that_several_workers_report_counts_once():
     stragglers = stragglers_of(1.0, 1.0, 1.0, 1.0)
     for _ in range(3):
         stragglers.note_round(3, 9.0)
@@ -57,7 +57,7 @@ def test_a_generation_that_breaks_before_its_first_report_ends_no_pause():
     assert stragglers.longest_pause_s == 61.0
 
 
-def test_a_wait_for_workers_is_a_pause_but_no_measure_of_a_regrouping():
+def test_a_wait_for_workers_is_a_pause_but_does_not_measure_a_regrouping():
     stragglers = stragglers_of(1.0, 1.0, 1.0, 1.0, 1.0)
     before = stragglers.grace_s()
     stragglers.pause(5.0, 1)
@@ -87,7 +87,7 @@ def test_one_outlier_does_not_move_the_grace():
     assert usual < 2 + 2 * FIRST_PAUSE_S
 
 
-def test_one_long_pause_among_others_does_not_move_it_either():
+def test_one_long_pause_among_others_does_not_move_the_grace():
     assert stragglers_of(*[1.0] * 5, pauses=[2, 500, 2]).grace_s() == 5.0
 
 
@@ -101,7 +101,7 @@ def test_only_the_newest_rounds_and_pauses_count():
     st.floats(0, 1e6),
     st.lists(st.floats(0, 10), max_size=5),
 )
-def test_no_round_however_long_brings_the_grace_out_of_the_usual(rounds, outlier, pauses):
+def test_one_long_round_does_not_move_the_grace_beyond_the_usual_rounds(rounds, outlier, pauses):
     """The median lies among the usual rounds; the spread is at most their range."""
     grace_s = stragglers_of(*rounds, outlier, pauses=pauses).grace_s()
     pause_s = max(pauses, default=FIRST_PAUSE_S)
@@ -112,32 +112,32 @@ def test_no_round_however_long_brings_the_grace_out_of_the_usual(rounds, outlier
 @pytest.mark.parametrize(
     ("waits", "grace_s", "quorum", "late"),
     [
-        # nobody, or everybody, waits
+        # no worker, or each worker, waits
         ((), 5.0, 0.5, ()),
         ((0.0, 0.0, 0.0), 5.0, 0.5, ()),
         ((0.0, 0.0, 0.0), 0.0, 0.5, ()),
-        ((9.0, 9.0, 9.0), 5.0, 0.5, ()),  # on their way: nobody is late
+        ((9.0, 9.0, 9.0), 5.0, 0.5, ()),  # about to continue: no worker is late
         # one of three is at work
         ((4.9, 4.9, 0.0), 5.0, 0.5, ()),
         ((5.0, 5.0, 0.0), 5.0, 0.5, ()),  # no longer than the grace
         ((5.1, 5.1, 0.0), 5.0, 0.5, ("w2",)),
-        ((0.0, 5.1, 5.1), 5.0, 0.5, ("w0",)),  # whoever it is
+        ((0.0, 5.1, 5.1), 5.0, 0.5, ("w0",)),  # any rank may be late
         ((5.1, 5.1, 0.0), math.inf, 0.5, ()),
-        # two of the three are needed; one waits for long, one came a moment ago
+        # two of the three are needed; one has waited long, another has just arrived
         ((9.0, 0.1, 0.0), 5.0, 0.5, ()),
         ((9.0, 5.1, 0.0), 5.0, 0.5, ("w2",)),
         ((9.0, 0.0, 0.0), 5.0, 0.5, ()),
         ((9.0, 0.0, 0.0), 5.0, 0.3, ("w1", "w2")),
-        # who waits, if only for a moment, is not late
+        # a worker that waits, however briefly, is not late
         ((9.0, 9.0, 0.1, 0.0), 5.0, 0.5, ("w3",)),
-        # all must be there
+        # all workers are needed
         ((9.0, 9.0, 0.0), 5.0, 1.0, ()),
         ((9.0, 9.0, 9.0), 5.0, 1.0, ()),
         # two workers: one is half of them
         ((9.0, 0.0), 5.0, 0.5, ("w1",)),
         ((0.0, 9.0), 5.0, 0.5, ("w0",)),
         ((9.0, 0.0), 5.0, 0.51, ()),
-        # one worker waits for nobody
+        # a single worker
         ((0.0,), 5.0, 0.5, ()),
         ((9.0,), 5.0, 0.5, ()),
     ],
@@ -147,8 +147,8 @@ def test_late_workers_are_those_that_do_not_wait(waits, grace_s, quorum, late):
     assert late_workers(waiting_s, grace_s=grace_s, quorum=quorum) == late
 
 
-def test_a_share_that_floating_point_rounds_up_asks_for_no_worker_more():
-    """7/25 of 25 workers is 7.000000000000001 of them; and so is 0.55 of 100 a little over 55."""
+def test_a_quorum_that_floating_point_rounds_up_needs_no_further_worker():
+    """7/25 of 25 workers is 7.000000000000001, and 0.55 of 100 workers is a little over 55."""
     for share, needed, count in ((7 / 25, 7, 25), (0.55, 55, 100)):
         waiting_s = {f"w{i}": 9.0 if i < needed else 0.0 for i in range(count)}
         late = late_workers(waiting_s, grace_s=1.0, quorum=share)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from clusters import address_of
+from controller_harness import BOTH, DIED, ControllerHarness, collected, report
 from ensembles import linear
 from safetensors.torch import load_file
-from stages import BOTH, DIED, Stage, collected, report
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore
@@ -26,240 +26,246 @@ from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, InfrastructureError, NonFiniteCenterError, NonFiniteLossError
 from raydl.storage import Storage
 
-FAILED = InfrastructureError("w1", "OSError: [Errno 5] Input/output error")
-OWN = ZeroDivisionError("my own mistake")
+MACHINE_ERROR = InfrastructureError("w1", "OSError: [Errno 5] Input/output error")
+USER_ERROR = ZeroDivisionError("my own mistake")
 
 
 def failed(worker_id):
     return Failed(worker_id, InfrastructureError(worker_id, "MemoryError"))
 
 
-# what may be replaced
+# workers that may be replaced
 
 
 @BOTH
 def test_a_worker_whose_machine_failed_is_ended_and_replaced(is_sync):
-    stage = Stage((1, 2), is_sync=is_sync).start()
-    told = stage.step(Failed("w1", FAILED))
-    assert ("end", "w1") in told
-    assert ("request_worker", "w2") in told
-    assert any("w1 was lost: the machine of w1 failed: OSError" in said for said in stage.said)
-    assert stage.state is not State.DONE
+    harness = ControllerHarness((1, 2), is_sync=is_sync).start()
+    calls = harness.step(Failed("w1", MACHINE_ERROR))
+    assert ("end", "w1") in calls
+    assert ("request_worker", "w2") in calls
+    assert any(
+        "w1 was lost: the machine of w1 failed: OSError" in line for line in harness.log_lines
+    )
+    assert harness.state is not State.DONE
 
 
 @BOTH
 def test_a_newcomer_whose_machine_fails_as_it_starts_is_replaced_too(is_sync):
-    stage = Stage((1, 2), is_sync=is_sync).start("w0")
-    assert stage.step(failed("w1")) == [("end", "w1"), ("request_worker", "w2")]
+    harness = ControllerHarness((1, 2), is_sync=is_sync).start("w0")
+    assert harness.step(failed("w1")) == [("end", "w1"), ("request_worker", "w2")]
 
 
 @BOTH
 def test_the_budget_of_a_worker_passes_to_its_replacements(is_sync):
-    stage = Stage((1, 2), is_sync=is_sync, elastic={"max_worker_errors": 2}).start("w0")
-    stage.step(failed("w1"))
-    stage.step(failed("w2"))
-    assert stage.step(failed("w3")) != []
-    assert stage.controller._why_stop == (
+    harness = ControllerHarness((1, 2), is_sync=is_sync, elastic={"max_worker_errors": 2}).start(
+        "w0"
+    )
+    harness.step(failed("w1"))
+    harness.step(failed("w2"))
+    assert harness.step(failed("w3")) != []
+    assert harness.controller._why_stop == (
         "w3, which replaces w1, failed for the third time within an hour, more often than "
         "elastic.max_worker_errors"
     )
 
 
 def test_errors_of_an_hour_ago_do_not_count():
-    stage = Stage((1, 2), elastic={"max_worker_errors": 1}).start("w0")
+    harness = ControllerHarness((1, 2), elastic={"max_worker_errors": 1}).start("w0")
     for number in range(1, 5):
-        assert stage.step(failed(f"w{number}"))[-1] == ("request_worker", f"w{number + 1}")
-        stage.now += 3601.0
-        stage.step(report("w0", number))
+        assert harness.step(failed(f"w{number}"))[-1] == ("request_worker", f"w{number + 1}")
+        harness.now += 3601.0
+        harness.step(report("w0", number))
 
 
 def test_errors_of_two_workers_are_counted_apart():
-    stage = Stage((1, 3), elastic={"max_worker_errors": 1}).start("w0")
-    assert ("request_worker", "w3") in stage.step(failed("w1"))
-    assert ("request_worker", "w4") in stage.step(failed("w2"))
+    harness = ControllerHarness((1, 3), elastic={"max_worker_errors": 1}).start("w0")
+    assert ("request_worker", "w3") in harness.step(failed("w1"))
+    assert ("request_worker", "w4") in harness.step(failed("w2"))
 
 
 def test_no_further_worker_is_started_on_a_node_whose_workers_fail_again_and_again():
-    stage = Stage((1, 4), elastic={"max_worker_errors": 2}).start("w0")
-    told = []
+    harness = ControllerHarness((1, 4), elastic={"max_worker_errors": 2}).start("w0")
+    calls = []
     for number, node in ((1, "n1"), (2, "n1"), (3, "n2"), (4, "n1")):
-        told += stage.step(WorkerReady(f"w{number}", node))
-        told += stage.step(failed(f"w{number}"))
-    assert [t for t in told if t[0] == "avoid"] == [("avoid", "n1")]
+        calls += harness.step(WorkerReady(f"w{number}", node))
+        calls += harness.step(failed(f"w{number}"))
+    assert [call for call in calls if call[0] == "avoid"] == [("avoid", "n1")]
 
 
-def test_replace_replaces_a_worker_whatever_was_raised():
-    stage = Stage((1, 2), elastic={"on_worker_error": "replace"}).start("w0")
-    assert ("request_worker", "w2") in stage.step(Failed("w1", OWN))
-    assert any("w1 was lost: ZeroDivisionError: my own mistake" in said for said in stage.said)
+def test_the_policy_replace_replaces_a_worker_after_any_error():
+    harness = ControllerHarness((1, 2), elastic={"on_worker_error": "replace"}).start("w0")
+    assert ("request_worker", "w2") in harness.step(Failed("w1", USER_ERROR))
+    assert any(
+        "w1 was lost: ZeroDivisionError: my own mistake" in line for line in harness.log_lines
+    )
 
 
-def test_an_unknown_policy_is_one_sentence():
+def test_an_unknown_policy_is_refused_with_one_sentence():
     with pytest.raises(ConfigError, match=r"elastic.on_worker_error has no 'repalce'; .*"):
         ElasticConfig(on_worker_error="repalce")
 
 
-# what stops the run
+# errors that stop the run
 
 
-def stop_of(stage, *ends):
-    """Step a run that stops on an error to its end; return what was raised there."""
-    stage.step(*ends)
+def error_of_stopped_run(harness, *ends):
+    """Step a run that stops on an error to its end; return the error that it raises."""
+    harness.step(*ends)
     for _ in range(6):
-        if not stage.is_sync and stage.controller._run.is_changing:
-            stage.step(Changed())
-        stage.now += 1.0
-        told = stage.step(Published((0, 7)))
-        if any(t[0] == "collect" for t in told):
-            stage.step(report("w0", 7), report("w1", 7))
+        if not harness.is_sync and harness.controller._run.is_changing:
+            harness.step(Changed())
+        harness.now += 1.0
+        calls = harness.step(Published((0, 7)))
+        if any(call[0] == "collect" for call in calls):
+            harness.step(report("w0", 7), report("w1", 7))
             with pytest.raises((ZeroDivisionError, raydl.RaydlError)) as error:
-                stage.step(collected(7, "w0", "w1"))
+                harness.step(collected(7, "w0", "w1"))
             return error.value
-    raise AssertionError(f"it does not end: {stage.state}, {stage.said}")
+    raise AssertionError(f"it does not end: {harness.state}, {harness.log_lines}")
 
 
 @BOTH
 @pytest.mark.parametrize("is_stop", [False, True])
 def test_a_users_own_error_stops_the_run_after_a_checkpoint_and_is_raised_then(is_sync, is_stop):
-    """As any error does where the policy is stop."""
+    """With the policy stop, any error does the same."""
     elastic = {"on_worker_error": "stop"} if is_stop else {}
-    error = FAILED if is_stop else OWN
-    stage = Stage(is_sync=is_sync, elastic=elastic).start()
-    told = stage.step(Failed("w1", error))
-    assert ("request_worker", "w2") not in told
+    error = MACHINE_ERROR if is_stop else USER_ERROR
+    harness = ControllerHarness(is_sync=is_sync, elastic=elastic).start()
+    calls = harness.step(Failed("w1", error))
+    assert ("request_worker", "w2") not in calls
     outcome = "broken" if is_sync else "stopped"
-    ends = stage.end(outcome, 7, "w0", generation=1)
-    ends += [] if is_stop else stage.end("broken", 7, "w1", generation=1)
-    assert stop_of(stage, *ends) is error
-    assert len(stage.recorder.checkpoints) == 1
-    assert any("stopping after this round, with a checkpoint" in said for said in stage.said)
+    ends = harness.end(outcome, 7, "w0", generation=1)
+    ends += [] if is_stop else harness.end("broken", 7, "w1", generation=1)
+    assert error_of_stopped_run(harness, *ends) is error
+    assert len(harness.recorder.checkpoints) == 1
+    assert any("stopping after this round, with a checkpoint" in line for line in harness.log_lines)
 
 
 @BOTH
 def test_a_run_of_one_worker_stops_with_a_checkpoint_of_its_center(is_sync):
-    stage = Stage(1, is_sync=is_sync).start("w0")
-    stage.step(Failed("w0", OWN))
-    assert stop_of(stage, *stage.end("broken", 7, "w0")) is OWN
-    assert len(stage.recorder.checkpoints) == 1
+    harness = ControllerHarness(1, is_sync=is_sync).start("w0")
+    harness.step(Failed("w0", USER_ERROR))
+    assert error_of_stopped_run(harness, *harness.end("broken", 7, "w0")) is USER_ERROR
+    assert len(harness.recorder.checkpoints) == 1
 
 
-def test_the_center_is_asked_once_more_before_the_last_checkpoint():
-    """Its newest snapshot may be as old as an epoch; it makes one as the last worker goes."""
-    stage = Stage(1, is_sync=False).start("w0")
-    stage.step(Failed("w0", OWN), *stage.end("broken", 7, "w0"))
+def test_the_center_is_polled_once_more_before_the_last_checkpoint():
+    """Its newest snapshot may be an epoch old; it makes another when the last worker leaves."""
+    harness = ControllerHarness(1, is_sync=False).start("w0")
+    harness.step(Failed("w0", USER_ERROR), *harness.end("broken", 7, "w0"))
     assert ("change", 2, ()) in [
-        *stage.worker_group.told,
-        *stage.steps(1),
-    ] or stage.worker_group.formed[-1] == (Membership(2, ()))
-    assert stage.step(Changed(), Published((0,))) == []
-    told = [*stage.step(Published((0, 7))), *stage.steps(3)]
-    assert ("collect", 7, ()) in told
+        *harness.worker_group.calls,
+        *harness.steps(1),
+    ] or harness.worker_group.formed[-1] == (Membership(2, ()))
+    assert harness.step(Changed(), Published((0,))) == []
+    calls = [*harness.step(Published((0, 7))), *harness.steps(3)]
+    assert ("collect", 7, ()) in calls
 
 
 @BOTH
 def test_an_error_before_the_first_round_is_raised_at_once(is_sync):
-    stage = Stage(is_sync=is_sync)
+    harness = ControllerHarness(is_sync=is_sync)
     with pytest.raises(ZeroDivisionError):
-        stage.step(Failed("w0", OWN))
+        harness.step(Failed("w0", USER_ERROR))
 
 
 @BOTH
 def test_the_same_mistake_in_all_workers_leaves_a_checkpoint_too(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(Failed("w1", OWN), Failed("w0", ZeroDivisionError("in another process")))
-    ends = stage.end("broken", 7, "w0", "w1", generation=1)
-    assert stop_of(stage, *ends) is OWN
-    assert len(stage.recorder.checkpoints) == 1
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(Failed("w1", USER_ERROR), Failed("w0", ZeroDivisionError("in another process")))
+    ends = harness.end("broken", 7, "w0", "w1", generation=1)
+    assert error_of_stopped_run(harness, *ends) is USER_ERROR
+    assert len(harness.recorder.checkpoints) == 1
 
 
 @BOTH
-def test_a_last_checkpoint_that_can_not_be_gathered_raises_the_first_error(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(Failed("w1", OWN))
+def test_a_run_whose_last_checkpoint_cannot_be_collected_raises_the_first_error(is_sync):
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(Failed("w1", USER_ERROR))
     with pytest.raises(ZeroDivisionError):
-        stage.step(Failed("w1", ValueError("a state that no file holds")))
+        harness.step(Failed("w1", ValueError("a state that no file holds")))
 
 
 @BOTH
 def test_an_error_of_the_evaluator_stops_the_run_after_a_checkpoint_too(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(Failed("evaluator", OWN))
-    assert stage.state is State.TRAINING
-    assert stop_of(stage, *stage.end("stopped", 7, "w0", "w1")) is OWN
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(Failed("evaluator", USER_ERROR))
+    assert harness.state is State.TRAINING
+    assert error_of_stopped_run(harness, *harness.end("stopped", 7, "w0", "w1")) is USER_ERROR
 
 
 def test_an_error_of_the_center_is_raised_at_once():
     with pytest.raises(ZeroDivisionError):
-        Stage(is_sync=False).start().step(Failed("center", OWN))
+        ControllerHarness(is_sync=False).start().step(Failed("center", USER_ERROR))
 
 
-def test_a_worker_that_raised_and_dies_before_it_tells_how_far_it_was_holds_nothing_up():
-    stage = Stage().start()
-    stage.step(Failed("w1", OWN), Lost("w1", "the actor died"))
-    assert stop_of(stage, *stage.end("broken", 7, "w0")) is OWN
+def test_a_worker_that_raised_and_dies_before_it_reports_its_round_delays_nothing():
+    harness = ControllerHarness().start()
+    harness.step(Failed("w1", USER_ERROR), Lost("w1", "the actor died"))
+    assert error_of_stopped_run(harness, *harness.end("broken", 7, "w0")) is USER_ERROR
 
 
 # replicas that diverge
 
 
-def diverged(stage, worker_id, round=3):
+def diverged(harness, worker_id, round=3):
     error = NonFiniteLossError(worker_id, 57, math.nan)
-    generation = stage.worker_group.formed[-1].generation
+    generation = harness.worker_group.formed[-1].generation
     return RunEnded(worker_id, Outcome.BROKEN, round, generation, str(error), error=error)
 
 
-def form_again(stage, *others):
-    """Let all join again after a rollback."""
+def step_until_reformed(harness, *others):
+    """Step until all workers have joined again after a rollback."""
     for _ in range(6):
-        told = stage.step(*others, Published((0, 3)), *([] if stage.is_sync else [Changed()]))
+        calls = harness.step(*others, Published((0, 3)), *([] if harness.is_sync else [Changed()]))
         others = ()
-        if any(t[0] in ("form", "change") and "w1" in t[2] for t in told):
+        if any(call[0] in ("form", "change") and "w1" in call[2] for call in calls):
             return
-    raise AssertionError(f"w1 does not come back: {stage.said}")
+    raise AssertionError(f"w1 does not come back: {harness.log_lines}")
 
 
 @BOTH
 def test_a_replica_that_diverges_is_rolled_back_three_times_in_an_epoch(is_sync):
-    stage = Stage(is_sync=is_sync).start()
+    harness = ControllerHarness(is_sync=is_sync).start()
     for number in (1, 2, 3):
-        stage.step(diverged(stage, "w1"))
-        assert stage.said.count(
+        harness.step(diverged(harness, "w1"))
+        assert harness.log_lines.count(
             f"the loss became nan at local step 57 of worker w1; lower optimizer.lr, or look at "
             f"the data of that step; w1 is rolled back to the center (rollback {number} of 3 "
             f"in this epoch)"
-        ), stage.said
-        form_again(stage, *(stage.end("broken", 3, "w0") if is_sync else ()))
+        ), harness.log_lines
+        step_until_reformed(harness, *(harness.end("broken", 3, "w0") if is_sync else ()))
         if not is_sync:
-            stage.step(Changed())
-    stage.step(diverged(stage, "w1", 7))
-    assert stage.controller._why_stop == (
+            harness.step(Changed())
+    harness.step(diverged(harness, "w1", 7))
+    assert harness.controller._why_stop == (
         "w1 diverged for the 4th time in this epoch, more often than elastic.max_rollbacks"
     )
     outcome = "broken" if is_sync else "stopped"
-    end = stage.end(outcome, 7, "w0", generation=None if is_sync else 1)
-    assert isinstance(stop_of(stage, *end), NonFiniteLossError)
+    end = harness.end(outcome, 7, "w0", generation=None if is_sync else 1)
+    assert isinstance(error_of_stopped_run(harness, *end), NonFiniteLossError)
 
 
 def test_rollbacks_do_not_count_as_losses():
-    stage = Stage(max_restarts=1, elastic={"max_rollbacks": 9}).start()
+    harness = ControllerHarness(max_restarts=1, elastic={"max_rollbacks": 9}).start()
     for _ in range(5):
-        stage.step(diverged(stage, "w1"), *stage.end("broken", 3, "w0"))
-        form_again(stage)
+        harness.step(diverged(harness, "w1"), *harness.end("broken", 3, "w0"))
+        step_until_reformed(harness)
 
 
-def test_a_new_epoch_begins_a_new_count():
-    stage = Stage(elastic={"max_rollbacks": 1}).start()
+def test_each_epoch_counts_its_rollbacks_from_zero():
+    harness = ControllerHarness(elastic={"max_rollbacks": 1}).start()
     for epoch in range(4):
-        stage.step(report("w0", 3 + epoch, epoch=float(epoch)))
-        stage.step(diverged(stage, "w1"), *stage.end("broken", 3, "w0"))
-        form_again(stage)
+        harness.step(report("w0", 3 + epoch, epoch=float(epoch)))
+        harness.step(diverged(harness, "w1"), *harness.end("broken", 3, "w0"))
+        step_until_reformed(harness)
 
 
 # whole runs in this process
 
 
-class Fails(torch.nn.Module):
-    """A linear model that does something bad in chosen calls of its training."""
+class FailingModel(torch.nn.Module):
+    """A linear model that fails in chosen calls of its training."""
 
     def __init__(self, image_shape, num_classes, at, what):
         super().__init__()
@@ -279,7 +285,7 @@ def raises(logits):
 
 def run(folder, what, at, *, method="sync-easgd", resume=False, **elastic):
     return raydl.Trainer(
-        raydl.Classification(lambda shape, classes: Fails(shape, classes, at, what)),
+        raydl.Classification(lambda shape, classes: FailingModel(shape, classes, at, what)),
         "digits",
         method=raydl.MethodConfig(name=method, period=4),
         training=raydl.TrainingConfig(epochs=3),
@@ -307,14 +313,14 @@ def test_an_error_in_a_step_leaves_a_checkpoint_to_resume_from(tmp_path, method)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_loss_that_is_nan_once_costs_one_replica_its_memory_and_nothing_else(tmp_path, method):
+def test_a_loss_that_is_nan_once_only_resets_one_replica_to_the_center(tmp_path, method):
     folder = tmp_path / "run"
     result = run(folder, lambda logits: logits * math.nan, {50}, method=method).fit()
     assert result.metrics["samples"] == 3 * 1438
     center = load_file(folder / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
-    said = json.loads((folder / "status.json").read_text())["events"]
-    assert sum("w0 is rolled back to the center (rollback 1 of 3" in line for line in said) == 1
+    events = json.loads((folder / "status.json").read_text())["events"]
+    assert sum("w0 is rolled back to the center (rollback 1 of 3" in line for line in events) == 1
     assert result.metrics["center_accuracy"] > 0.5
 
 
@@ -328,13 +334,13 @@ def test_a_loss_that_stays_nan_ends_the_run_with_a_finite_checkpoint(tmp_path, m
     for state in [checkpoint.center, checkpoint.workers["w0"].load()["replica"]]:
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         assert all(bool(torch.isfinite(t).all()) for t in tensors)
-    said = json.loads((folder / "status.json").read_text())["events"]
+    events = json.loads((folder / "status.json").read_text())["events"]
     why = "w0 diverged for the 4th time in this epoch, more often than elastic.max_rollbacks"
-    assert sum(why in line for line in said) == 1
+    assert sum(why in line for line in events) == 1
 
 
-class Leaps(Outer):
-    """A mean of progress that once leads the center out of all bounds."""
+class DivergingRule(Outer):
+    """A mean of progress that makes one value of the center infinite, a given number of times."""
 
     period = 4
     num_left = 0
@@ -344,18 +350,18 @@ class Leaps(Outer):
         super().update_center_(center, total, tally, optimizer)
         if center.numel() < 100:  # the trial before the run
             return
-        Leaps.round += 1
-        if Leaps.round > 20 and Leaps.num_left:
-            Leaps.num_left -= 1
+        DivergingRule.round += 1
+        if DivergingRule.round > 20 and DivergingRule.num_left:
+            DivergingRule.num_left -= 1
             center[7] = math.inf
 
 
-class AsyncLeaps(Leaps):
+class AsyncDivergingRule(DivergingRule):
     strategy = "async"
 
 
-def train_with_leaps(folder, count, rule=Leaps):
-    Leaps.num_left, Leaps.round = count, 0
+def train_with_diverging_center(folder, count, rule=DivergingRule):
+    DivergingRule.num_left, DivergingRule.round = count, 0
     return raydl.Trainer(
         "mlp",
         "digits",
@@ -366,12 +372,12 @@ def train_with_leaps(folder, count, rule=Leaps):
     ).fit()
 
 
-@pytest.mark.parametrize("rule", [Leaps, AsyncLeaps])
+@pytest.mark.parametrize("rule", [DivergingRule, AsyncDivergingRule])
 def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys, rule):
-    result = train_with_leaps(tmp_path / "run", 1, rule)
-    said = capsys.readouterr().out
+    result = train_with_diverging_center(tmp_path / "run", 1, rule)
+    output = capsys.readouterr().out
     count = "rollback 1 of 3 in this epoch"
-    assert f"all workers are rolled back to the newest good center ({count})" in said
+    assert f"all workers are rolled back to the newest good center ({count})" in output
     assert result.metrics["samples"] == 6 * 1438
     center = load_file(tmp_path / "run" / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
@@ -379,52 +385,55 @@ def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsy
 
 def test_a_center_that_stays_bad_ends_the_run_and_is_not_kept(tmp_path):
     with pytest.raises(NonFiniteCenterError, match=r"the center of round \d+ has values"):
-        train_with_leaps(tmp_path / "run", 99)
+        train_with_diverging_center(tmp_path / "run", 99)
     center = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0].center
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
 
 
 def test_by_messages_a_center_that_stays_bad_ends_the_run(tmp_path):
     with pytest.raises(NonFiniteCenterError, match=r"the center of round \d+ has values"):
-        train_with_leaps(tmp_path / "run", 99, AsyncLeaps)
-    said = json.loads((tmp_path / "run/status.json").read_text())["events"]
-    assert sum("rollback 3 of 3" in line for line in said) == 1
+        train_with_diverging_center(tmp_path / "run", 99, AsyncDivergingRule)
+    events = json.loads((tmp_path / "run/status.json").read_text())["events"]
+    assert sum("rollback 3 of 3" in line for line in events) == 1
 
 
-def bad_center(stage, *worker_ids):
-    """Return the ends of workers that were to take in a center that is not finite."""
-    error, generation = NonFiniteCenterError(7), stage.worker_group.formed[-1].generation
+def ends_with_bad_center(harness, *worker_ids):
+    """Return the ends of workers that received a center that is not finite."""
+    error, generation = NonFiniteCenterError(7), harness.worker_group.formed[-1].generation
     return [RunEnded(w, Outcome.BROKEN, 3, generation, str(error), error=error) for w in worker_ids]
 
 
 def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_see_it():
-    stage = Stage(elastic={"max_rollbacks": 1}).start()
+    harness = ControllerHarness(elastic={"max_rollbacks": 1}).start()
     for worker_id in ("w0", "w1"):
         error = NonFiniteCenterError(7)
-        stage.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
-    assert stage.controller._failure.error is None
+        harness.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
+    assert harness.controller._failure.error is None
     assert (
-        sum("all workers are rolled back to the newest good center" in said for said in stage.said)
+        sum(
+            "all workers are rolled back to the newest good center" in line
+            for line in harness.log_lines
+        )
         == 1
     )
 
 
-def test_the_same_center_is_bad_news_once_but_the_next_one_again():
-    stage = Stage(elastic={"max_rollbacks": 1}).start()
-    stage.step(*bad_center(stage, "w0", "w1"))
-    form_again(stage)
-    stage.step(*bad_center(stage, "w0", "w1"))
-    assert stage.controller._why_stop == (
+def test_a_diverged_center_counts_once_and_the_next_one_counts_again():
+    harness = ControllerHarness(elastic={"max_rollbacks": 1}).start()
+    harness.step(*ends_with_bad_center(harness, "w0", "w1"))
+    step_until_reformed(harness)
+    harness.step(*ends_with_bad_center(harness, "w0", "w1"))
+    assert harness.controller._why_stop == (
         "the center diverged for the second time in this epoch, more often than "
         "elastic.max_rollbacks"
     )
 
 
-def test_a_replica_that_diverges_with_its_center_does_not_hide_that():
-    stage = Stage().start()
-    stage.step(diverged(stage, "w1"), *bad_center(stage, "w0"))
-    told = [said for said in stage.said if "(rollback " in said]
-    assert [said.split("; ")[-1] for said in told] == [
+def test_a_diverged_replica_does_not_hide_that_the_center_diverged_too():
+    harness = ControllerHarness().start()
+    harness.step(diverged(harness, "w1"), *ends_with_bad_center(harness, "w0"))
+    rollbacks = [line for line in harness.log_lines if "(rollback " in line]
+    assert [line.split("; ")[-1] for line in rollbacks] == [
         "w1 is rolled back to the center (rollback 1 of 3 in this epoch)",
         "all workers are rolled back to the newest good center (rollback 2 of 3 in this epoch)",
     ]
@@ -432,38 +441,40 @@ def test_a_replica_that_diverges_with_its_center_does_not_hide_that():
 
 @pytest.mark.parametrize("what", ["w1", "the center"])
 def test_with_the_policy_stop_the_first_divergence_stops_the_run(what):
-    stage = Stage(elastic={"on_worker_error": "stop"}).start()
-    stage.step(diverged(stage, "w1") if what == "w1" else bad_center(stage, "w1")[0])
-    assert stage.controller._why_stop == f"{what} diverged"
+    harness = ControllerHarness(elastic={"on_worker_error": "stop"}).start()
+    harness.step(
+        diverged(harness, "w1") if what == "w1" else ends_with_bad_center(harness, "w1")[0]
+    )
+    assert harness.controller._why_stop == f"{what} diverged"
 
 
 @pytest.mark.parametrize("name", ["center", "w7"])
 def test_an_error_elsewhere_while_the_run_stops_raises_the_first_one(name):
-    stage = Stage().start()
-    stage.step(Failed("w1", OWN))
+    harness = ControllerHarness().start()
+    harness.step(Failed("w1", USER_ERROR))
     with pytest.raises(ZeroDivisionError):
-        stage.step(Failed(name, ValueError()))
+        harness.step(Failed(name, ValueError()))
 
 
-def test_an_evaluator_that_fails_while_the_run_stops_costs_no_checkpoint():
-    stage = Stage().start()
-    stage.step(Failed("w1", OWN), Failed("evaluator", ValueError()))
-    assert stop_of(stage, *stage.end("broken", 7, "w0", "w1")) is OWN
+def test_a_run_that_stops_writes_its_checkpoint_although_the_evaluator_fails():
+    harness = ControllerHarness().start()
+    harness.step(Failed("w1", USER_ERROR), Failed("evaluator", ValueError()))
+    assert error_of_stopped_run(harness, *harness.end("broken", 7, "w0", "w1")) is USER_ERROR
 
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_by_messages_a_center_that_diverges_restarts_from_a_good_snapshot(has_copy):
-    stage = Stage(is_sync=False).start()
-    stage.step(Failed("center", NonFiniteCenterError(40)))
-    assert stage.state is State.RECOVERING
-    stage.step(*stage.end("broken", 39 if has_copy else -1, "w0", "w1"))
-    told = [*stage.worker_group.told, *stage.steps(2)]
-    assert ("rebuild_center", "w0" if has_copy else None) in told
+    harness = ControllerHarness(is_sync=False).start()
+    harness.step(Failed("center", NonFiniteCenterError(40)))
+    assert harness.state is State.RECOVERING
+    harness.step(*harness.end("broken", 39 if has_copy else -1, "w0", "w1"))
+    calls = [*harness.worker_group.calls, *harness.steps(2)]
+    assert ("rebuild_center", "w0" if has_copy else None) in calls
 
 
-def pulled(stage, *worker_ids):
+def ends_with_bad_copies(harness, *worker_ids):
     """Return the ends of workers whose copies of the center are not finite."""
-    error, generation = NonFiniteCenterError(40), stage.worker_group.formed[-1].generation
+    error, generation = NonFiniteCenterError(40), harness.worker_group.formed[-1].generation
     return [
         RunEnded(w, Outcome.BROKEN, -1, generation, str(error), error=error, has_bad_copy=True)
         for w in worker_ids
@@ -472,47 +483,51 @@ def pulled(stage, *worker_ids):
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_by_messages_a_bad_center_that_a_worker_notices_restarts_as_well(has_copy):
-    stage = Stage(is_sync=False, elastic={"max_rollbacks": 1}).start()
-    stage.step(*pulled(stage, "w1"))
-    assert stage.state is State.RECOVERING
-    stage.step(*(stage.end("broken", 39, "w0") if has_copy else pulled(stage, "w0")))
-    told = [*stage.worker_group.told, *stage.steps(2)]
-    assert ("rebuild_center", "w0" if has_copy else None) in told
-    told = stage.step(Published((39,))) + stage.steps(1)
-    assert ("form", 2, ("w0", "w1"), 39) in told
+    harness = ControllerHarness(is_sync=False, elastic={"max_rollbacks": 1}).start()
+    harness.step(*ends_with_bad_copies(harness, "w1"))
+    assert harness.state is State.RECOVERING
+    harness.step(
+        *(harness.end("broken", 39, "w0") if has_copy else ends_with_bad_copies(harness, "w0"))
+    )
+    calls = [*harness.worker_group.calls, *harness.steps(2)]
+    assert ("rebuild_center", "w0" if has_copy else None) in calls
+    calls = harness.step(Published((39,))) + harness.steps(1)
+    assert ("form", 2, ("w0", "w1"), 39) in calls
     good = "all workers are rolled back to the newest good center (rollback 1 of 1 in this epoch)"
-    assert sum(good in said for said in stage.said) == 1
+    assert sum(good in line for line in harness.log_lines) == 1
 
 
 def test_by_messages_a_bad_center_at_the_limit_of_rollbacks_is_not_restarted():
-    stage = Stage(is_sync=False, elastic={"max_rollbacks": 0}).start()
-    told = stage.step(*pulled(stage, "w1")) + stage.steps(2)
-    assert stage.controller._why_stop.startswith("the center diverged for the first time")
-    assert not [call for call in told if call[0] == "rebuild_center"]
+    harness = ControllerHarness(is_sync=False, elastic={"max_rollbacks": 0}).start()
+    calls = harness.step(*ends_with_bad_copies(harness, "w1")) + harness.steps(2)
+    assert harness.controller._why_stop.startswith("the center diverged for the first time")
+    assert not [call for call in calls if call[0] == "rebuild_center"]
 
 
 @BOTH
 def test_an_earlier_copy_of_a_worker_whose_copy_is_bad_does_not_count(is_sync):
-    """Its process has only the newest one, which would become the center."""
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(Lost("center", DIED))
-    stage.step(*stage.end("broken", 30, "w0", "w1"))
-    stage.step(Published((30,)))
-    stage.steps(2)
-    assert stage.worker_group.formed[-1].generation == 2
+    """The worker's process has only the newest copy, which would become the center."""
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(Lost("center", DIED))
+    harness.step(*harness.end("broken", 30, "w0", "w1"))
+    harness.step(Published((30,)))
+    harness.steps(2)
+    assert harness.worker_group.formed[-1].generation == 2
     if not is_sync:
-        stage.step(Changed())
-    told = stage.step(Lost("center", DIED)) + stage.step(*pulled(stage, "w0", "w1"))
-    told += stage.steps(2)
-    assert [call for call in told if call[0] == "rebuild_center"] == [("rebuild_center", None)]
-    assert not [call for call in told if call[0] == "publish"]
+        harness.step(Changed())
+    calls = harness.step(Lost("center", DIED)) + harness.step(
+        *ends_with_bad_copies(harness, "w0", "w1")
+    )
+    calls += harness.steps(2)
+    assert [call for call in calls if call[0] == "rebuild_center"] == [("rebuild_center", None)]
+    assert not [call for call in calls if call[0] == "publish"]
 
 
-def test_a_diverged_replica_has_no_memory_that_is_not_finite(tmp_path):
-    """Momentum and gradients of before would spoil the very next step."""
+def test_a_diverged_replica_keeps_no_values_that_are_not_finite(tmp_path):
+    """Momentum and gradients from before the rollback would spoil the next step."""
     seen = []
 
-    class Watched(Fails):
+    class Watched(FailingModel):
         def forward(self, images):
             if self.training and self.calls == 51:
                 seen.append([p.detach().clone() for p in self.parameters()])
@@ -539,7 +554,7 @@ import collections, itertools, os, sys, time, torch, raydl
 WHAT, FOLDER, MARK = sys.argv[1:4]
 
 def hold(seconds):
-    # One call in C, which never gives the interpreter lock back: all other threads stand still.
+    # One call in C that does not release the interpreter lock: all other threads stand still.
     until = time.perf_counter() + seconds
     clock = iter(time.perf_counter, None)
     collections.deque(itertools.takewhile(until.__gt__, clock), maxlen=0)
@@ -570,7 +585,7 @@ class Model(torch.nn.Module):
             torch.empty(10**15)
 
 def is_first(what):
-    try:  # one worker of all, once
+    try:  # only one worker, once
         os.close(os.open(f"{MARK}-{what}", os.O_CREAT | os.O_EXCL))
         return True
     except FileExistsError:
@@ -597,7 +612,7 @@ except raydl.RaydlError as error:
 
 @pytest.fixture
 def run_script(four_cpus, tmp_path):
-    """Return a function that runs the script on a cluster: what fails, by which method."""
+    """Return a function that runs the script on a cluster with a kind of failure and a method."""
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
     words = [str(tmp_path / "run"), str(tmp_path / "mark")]
@@ -616,27 +631,23 @@ def run_script(four_cpus, tmp_path):
 
 
 @pytest.mark.cluster
-def test_a_flaky_disk_one_bad_step_and_a_held_interpreter_lock_cost_a_run_nothing(
-    run_script, tmp_path
-):
-    """The lock is held for longer than the lease; that one is waited for."""
+def test_a_run_survives_a_flaky_disk_one_bad_step_and_a_held_interpreter_lock(run_script, tmp_path):
+    """The lock is held for longer than the lease; the run waits for that worker."""
     done = run_script("passing", "async-easgd")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["samples"] == 20 * 1438
-    for said in (
+    for pattern in (
         r"(w\d) was lost: the machine of \1 failed: OSError: \[Errno 5\] Input/output error",
         r"of worker (w\d); lower .*; \1 is rolled back to the center \(rollback 1 of 3",
         r"(w\d) has not answered for .* but is busy: a long call may hold the interpreter lock",
     ):
-        assert re.search(said, done.stdout), done.stdout
+        assert re.search(pattern, done.stdout), done.stdout
     assert done.stdout.count(" was lost: ") == 1
 
 
 @pytest.mark.cluster
-def test_memory_that_is_never_enough_ends_the_run_with_a_checkpoint_and_status_75(
-    run_script, tmp_path
-):
+def test_a_run_that_lacks_memory_ends_with_a_checkpoint_and_status_75(run_script, tmp_path):
     done = run_script("memory", "sync-easgd")
     assert done.returncode == 75, done.stdout + done.stderr
     assert re.search(r"error: the machine of w\d failed: RuntimeError: .*alloc", done.stdout)
@@ -657,6 +668,8 @@ def test_an_error_of_the_users_own_leaves_a_checkpoint_and_its_own_traceback(run
     assert kept.progress.num_samples >= 16 * 32
 
 
-def test_a_lost_score_for_want_of_memory_is_asked_for_again():
-    stage = Stage().start().after(Published((0, 4)))
-    assert stage.step(GaveUp("evaluation", "the machine of evaluator failed")) == [("evaluate", 4)]
+def test_a_score_that_was_lost_for_lack_of_memory_is_requested_again():
+    harness = ControllerHarness().start().after(Published((0, 4)))
+    assert harness.step(GaveUp("evaluation", "the machine of evaluator failed")) == [
+        ("evaluate", 4)
+    ]

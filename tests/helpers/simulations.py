@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from stages import FakeRecorder, record, snapshot
+from controller_harness import FakeRecorder, record, snapshot
 
 from raydl.config import (
     CheckpointConfig,
@@ -44,11 +44,11 @@ FIRST = 5
 
 
 def run(
-    kind, seed, *, last_round, stop_at=None, max_restarts=10_000, wild_s=60.0, num_workers=None,
-    storm_at=None,
+    kind, seed, *, last_round, stop_at=None, max_restarts=10_000, faults_s=60.0, num_workers=None,
+    kill_most_at=None,
 ):  # fmt: skip
-    """Run to the end, with faults for ``wild_s``, and return (worker group, controller)."""
-    worker_group, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
+    """Run to the end, with faults for ``faults_s``, and return (worker group, controller)."""
+    worker_group, is_sync = kind(seed, last_round=last_round, faults_s=faults_s), kind.is_sync
     recorder = FakeRecorder()
     config = TrainConfig(
         method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
@@ -69,9 +69,9 @@ def run(
         clock=lambda: worker_group.now,
     )
     for _ in range(8000):
-        if storm_at is not None and worker_group.now >= storm_at:
-            worker_group.lose_most()
-            storm_at = None
+        if kill_most_at is not None and worker_group.now >= kill_most_at:
+            worker_group.kill_most()
+            kill_most_at = None
         if stop_at is not None and worker_group.now >= stop_at:
             controller.request_stop("SIGTERM")
         if controller.step():
@@ -85,8 +85,8 @@ def check(worker_group, controller, recorder, scaling):
     assert controller.state is State.DONE, f"{controller.state} at {worker_group.now} s:\n{trail}"
     numbers = [membership.generation for membership in worker_group.memberships]
     assert numbers == list(range(1, len(numbers) + 1))
-    told = [e for e in recorder.events if e.startswith("generation ")]
-    assert len(told) == len(numbers) == controller.num_generations
+    formed = [e for e in recorder.events if e.startswith("generation ")]
+    assert len(formed) == len(numbers) == controller.num_generations
     low = (
         scaling.min_workers if worker_group.is_sync else 0
     )  # by messages lost workers are removed before the replacements join
@@ -122,10 +122,10 @@ class SimWorker:
 class SimulatedGroup:
     """Simulated workers and a center; each poll advances the simulated time."""
 
-    def __init__(self, seed, *, last_round, wild_s):
+    def __init__(self, seed, *, last_round, faults_s):
         self.random = random.Random(seed)
         self.now = 0.0
-        self.last_round, self.wild_s = last_round, wild_s
+        self.last_round, self.faults_s = last_round, faults_s
         self.workers: dict[str, SimWorker] = {}
         self.later: list[tuple[float, object]] = []
         self.events = []
@@ -138,22 +138,22 @@ class SimulatedGroup:
         self.num_faults = 0
         self.taken, self.forgotten = [], []
 
-    # what the controller calls
+    # the protocol of a worker group
 
     def request_worker(self, worker_id, own_state=None):
         assert worker_id not in self.workers
         worker = self.workers[worker_id] = SimWorker()
 
-        def come_up():
+        def start():
             if self.workers.get(worker_id) is not worker:
                 return
-            if self.is_wild and self.random.random() < 0.15:
+            if self.has_faults and self.random.random() < 0.15:
                 self._kill(worker_id)
             else:
                 worker.is_up, worker.reported_at = True, self.now
                 self.events.append(WorkerReady(worker_id, "node"))
 
-        self._after((2, 12), come_up)
+        self._after((2, 12), start)
 
     def end(self, worker_id):
         self.workers.pop(worker_id, None)
@@ -197,15 +197,15 @@ class SimulatedGroup:
         assert not worker.generation, "not while it trains"
         round = worker.round
 
-        def put():
+        def publish_round():
             if self.workers.get(worker_id) is not worker:
                 return  # calls of a removed worker are dropped
             if worker.is_dead or not self.is_center_up or life != self.life:
-                self.events.append(GaveUp("publication", "somebody went away"))
+                self.events.append(GaveUp("publication", "the worker or the center was lost"))
                 return
             self._put(round)
 
-        self._after((0, 4), put)
+        self._after((0, 4), publish_round)
 
     def rebuild_center(self, worker_id):
         self.life += 1
@@ -213,7 +213,7 @@ class SimulatedGroup:
         self.is_center_up, self.rounds = False, []
         assert worker is None or worker.has_strategy, "join comes first"
 
-        def come_up():
+        def start():
             if life != self.life:
                 return
             if worker is not None and worker.is_dead:
@@ -225,17 +225,17 @@ class SimulatedGroup:
             self.rounds = [self.version]
             self.members, self.votes = (), {}
 
-        self._after((2, 8), come_up)
+        self._after((2, 8), start)
 
     def hand_in(self, worker_id):
         worker = self.workers[worker_id]
         assert not worker.generation, "it is in its loop"
 
-        def give():
+        def send_state():
             if self.workers.get(worker_id) is worker and not worker.is_dead:
                 self.events.append(HandedIn(worker_id, {"replica": worker_id}))
 
-        self._after((0, 4), give)
+        self._after((0, 4), send_state)
 
     def hand_over(self, worker_id, state):
         worker = self.workers[worker_id]
@@ -243,16 +243,16 @@ class SimulatedGroup:
         assert not worker.has_strategy, "it has trained"
         self.taken.append(state["replica"])
 
-        def take():
+        def load_state():
             if self.workers.get(worker_id) is not worker or worker.is_dead:
                 return
-            if self.is_wild and self.random.random() < 0.2:
+            if self.has_faults and self.random.random() < 0.2:
                 self.events.append(GaveUp(f"handover to {worker_id}", "it cannot be read"))
                 return
             worker.has_replica = True
             self.events.append(TookOver(worker_id))
 
-        self._after((0, 12), take)
+        self._after((0, 12), load_state)
 
     def forget(self, state):
         self.forgotten.append(state["replica"])
@@ -261,20 +261,20 @@ class SimulatedGroup:
         life = self.life
 
         def score():
-            if life != self.life or not self.rounds or self.random.random() < 0.1 * self.is_wild:
-                self.events.append(GaveUp("evaluation", "the center went away"))
+            if life != self.life or not self.rounds or self.random.random() < 0.1 * self.has_faults:
+                self.events.append(GaveUp("evaluation", "the center was lost"))
             else:
                 self.events.append(Evaluated(Progress(round=max(self.rounds)), {}))
 
         self._after((0, 8), score)
 
     def collect(self, round, worker_ids):
-        life, givers = self.life, {w: self.workers[w] for w in worker_ids}
+        life, senders = self.life, {w: self.workers[w] for w in worker_ids}
 
         def gather():
-            if life != self.life or any(self.workers.get(w) is not g for w, g in givers.items()):
-                return  # the call was dropped with its process
-            if any(giver.is_dead for giver in givers.values()):
+            if life != self.life or any(self.workers.get(w) is not s for w, s in senders.items()):
+                return  # the call ended with its process
+            if any(sender.is_dead for sender in senders.values()):
                 self._after((0, 2), gather)
             elif round not in self.rounds:
                 self.events.append(GaveUp("checkpoint", "the center was rebuilt"))
@@ -286,8 +286,8 @@ class SimulatedGroup:
     # time
 
     @property
-    def is_wild(self):
-        return self.now < self.wild_s
+    def has_faults(self):
+        return self.now < self.faults_s
 
     def _after(self, polls, act):
         self.later.append((self.now + POLL_S * self.random.randint(*polls), act))
@@ -298,14 +298,14 @@ class SimulatedGroup:
         self.later = [(at, act) for at, act in self.later if at > self.now]
         for act in due:
             act()
-        if self.is_wild and self.random.random() < 0.25:
-            self._misfortune()
+        if self.has_faults and self.random.random() < 0.25:
+            self._inject_fault()
         self._train()
-        self._tell_news()
+        self._report_events()
         events, self.events = self.events, []
         return events
 
-    def _misfortune(self):
+    def _inject_fault(self):
         self.num_faults += 1
         up = [w for w, worker in self.workers.items() if worker.is_up and not worker.is_dead]
         several = self.random.sample(up, min(len(up), self.random.choice((1, 1, 2, 5))))
@@ -329,28 +329,28 @@ class SimulatedGroup:
         worker = self.workers[worker_id]
         worker.is_dead = True
 
-        def tell():
+        def report_loss():
             if self.workers.get(worker_id) is worker:
                 del self.workers[worker_id]
                 self.events.append(Lost(worker_id, "the actor died"))
 
-        self._after((0, 4), tell)
+        self._after((0, 4), report_loss)
 
-    def lose_most(self):
+    def kill_most(self):
         """Kill three quarters of the workers within a second."""
         up = [w for w, worker in self.workers.items() if worker.is_up]
-        assert len(up) >= 90, "the test is about many"
+        assert len(up) >= 90, "the test is about many workers"
         for worker_id in self.random.sample(up, 3 * len(up) // 4):
             self._kill(worker_id)
 
     def _lose_center(self):
         life, self.is_center_up, self.rounds = self.life, False, []
 
-        def tell():
+        def report_loss():
             if life == self.life:
                 self.events.append(Lost("center", "the actor died"))
 
-        self._after((0, 6), tell)
+        self._after((0, 6), report_loss)
 
     def _leave(self, worker_id, outcome, round=None):
         worker = self.workers[worker_id]
@@ -358,7 +358,7 @@ class SimulatedGroup:
         at = worker.round if round is None else round
         self.events.append(RunEnded(worker_id, outcome, at, generation, "a problem"))
 
-    def _tell_news(self):
+    def _report_events(self):
         for worker_id, worker in list(self.workers.items()):
             if not worker.is_up or worker.is_dead:
                 continue

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from stages import Stage
+from controller_harness import ControllerHarness
 
 from raydl.core.worker_group import Busy
 from raydl.elastic.heartbeat import Heartbeats
@@ -103,9 +103,9 @@ def test_a_stopped_process_of_this_node_is_killed():
 
 
 def test_a_busy_process_is_logged_with_cause_and_setting():
-    stage = Stage().start()
-    stage.step(Busy("w1", 10.2))
-    assert stage.said[-1] == (
+    harness = ControllerHarness().start()
+    harness.step(Busy("w1", 10.2))
+    assert harness.log_lines[-1] == (
         "w1 has not answered for 10 s but is busy: a long call may hold the interpreter lock, or a "
         "large state is being sent; it counts as lost after 600 s (elastic.max_busy_s)"
     )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from accuracies import accuracy_of as accuracy
+from controller_harness import BOTH, ControllerHarness, collected, report, scored
 from safetensors.torch import load_file
-from stages import BOTH, Stage, collected, report, scored
 
 import raydl
 from raydl import cli
@@ -118,67 +118,69 @@ def test_every_callback_receives_each_score_without_weights_and_the_first_reason
         RecordingCallback(None, True),
         RecordingCallback(None, "too late", "much too late"),
     )
-    stage = Stage(callbacks=[first, second]).start()
+    harness = ControllerHarness(callbacks=[first, second]).start()
     empty = np.empty(0, np.float32)
     for round in (1, 2, 3):
-        stage.step(accuracy(0.5, round, weights=empty, buffers=empty))
+        harness.step(accuracy(0.5, round, weights=empty, buffers=empty))
     for callback in (first, second):
         assert [score.progress.round for score in callback.scores] == [1, 2, 3]
         assert all(score.weights is None for score in callback.scores)
     name = f"{__name__}:RecordingCallback"
-    assert stage.said[-1].startswith(
+    assert harness.log_lines[-1].startswith(
         f"{name} requested the end of the run: stopping after this round"
     )
 
 
 @BOTH
 def test_a_run_that_a_callback_ends_is_stopped_by_a_vote_scored_and_finished(is_sync):
-    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
-    assert stage.step(scored(1)) == [("vote", "stop")]
-    assert stage.step(scored(2)) == []
-    stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
-    calls = [*stage.step(Published((0, 3))), *stage.step()]
+    harness = ControllerHarness(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
+    assert harness.step(scored(1)) == [("vote", "stop")]
+    assert harness.step(scored(2)) == []
+    harness.step(*harness.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
+    calls = [*harness.step(Published((0, 3))), *harness.step()]
     assert {("collect", 3, ("w0", "w1")), ("evaluate", 3)} <= set(calls)
-    stage.step(collected(3))
-    assert stage.state is State.FINISHING, "the last center has no score yet"
-    stage.step(scored(3))
-    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.FINISHED)
-    assert stage.controller.ended_by == "training.stop_at_accuracy 0.5"
-    assert stage.controller.ended_because == "reached accuracy 0.5000"
+    harness.step(collected(3))
+    assert harness.state is State.FINISHING, "the last center has no score yet"
+    harness.step(scored(3))
+    assert (harness.state, harness.controller.outcome) == (State.DONE, Outcome.FINISHED)
+    assert harness.controller.ended_by == "training.stop_at_accuracy 0.5"
+    assert harness.controller.ended_because == "reached accuracy 0.5000"
 
 
 @BOTH
 def test_a_signal_before_the_end_of_the_round_still_stops_the_run(is_sync):
-    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
-    stage.controller.request_stop("SIGTERM")
-    assert stage.step() == []
-    stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
-    stage.step(Published((0, 3)))
-    stage.step(collected(3))
-    stage.step()
-    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
-    assert stage.controller.ended_by == ""
+    harness = (
+        ControllerHarness(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
+    )
+    harness.controller.request_stop("SIGTERM")
+    assert harness.step() == []
+    harness.step(*harness.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
+    harness.step(Published((0, 3)))
+    harness.step(collected(3))
+    harness.step()
+    assert (harness.state, harness.controller.outcome) == (State.DONE, Outcome.STOPPED)
+    assert harness.controller.ended_by == ""
 
 
 @BOTH
 def test_a_run_that_finished_was_ended_by_no_callback(is_sync):
-    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.step(scored(9), report("w0", 9), report("w1", 9))
-    stage.step(collected(9))
-    stage.step()
-    assert (stage.state, stage.controller.ended_by) == (State.DONE, "")
+    harness = ControllerHarness(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.step(scored(9), report("w0", 9), report("w1", 9))
+    harness.step(collected(9))
+    harness.step()
+    assert (harness.state, harness.controller.ended_by) == (State.DONE, "")
 
 
 def test_a_worker_lost_while_the_run_ends_causes_no_new_generation():
-    stage = Stage((1, 2), callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
-    stage.step(Lost("w1", "the actor died"))
-    calls = stage.step(*stage.end("broken", 4, "w0"), Published((0, 4)))
-    assert calls + stage.steps(2) == [("evaluate", 4), ("collect", 4, ("w0",))]
-    assert stage.state is State.FINISHING
-    stage.step(collected(4, "w0"), scored(4), report("w0", 4))
-    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.FINISHED)
-    assert stage.controller.ended_because == "reached accuracy 0.5000"
+    harness = ControllerHarness((1, 2), callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
+    harness.step(Lost("w1", "the actor died"))
+    calls = harness.step(*harness.end("broken", 4, "w0"), Published((0, 4)))
+    assert calls + harness.steps(2) == [("evaluate", 4), ("collect", 4, ("w0",))]
+    assert harness.state is State.FINISHING
+    harness.step(collected(4, "w0"), scored(4), report("w0", 4))
+    assert (harness.state, harness.controller.outcome) == (State.DONE, Outcome.FINISHED)
+    assert harness.controller.ended_because == "reached accuracy 0.5000"
 
 
 def test_an_object_that_is_no_callback_is_refused_at_once():
@@ -212,9 +214,9 @@ def test_a_callback_that_changes_its_metrics_changes_nothing_else():
             evaluated.metrics.clear()
 
     first, second = Tidies(), RecordingCallback()
-    stage = Stage(callbacks=[first, second]).start().after(Published((0, 1)))
-    stage.step(accuracy(0.5))
-    assert second.scores[0].metrics == stage.recorder.scores[0].metrics == {"accuracy": 0.5}
+    harness = ControllerHarness(callbacks=[first, second]).start().after(Published((0, 1)))
+    harness.step(accuracy(0.5))
+    assert second.scores[0].metrics == harness.recorder.scores[0].metrics == {"accuracy": 0.5}
 
 
 def test_a_callback_that_exits_is_logged_as_a_callback_and_not_as_a_signal():
@@ -222,27 +224,27 @@ def test_a_callback_that_exits_is_logged_as_a_callback_and_not_as_a_signal():
         def evaluated(self, evaluated):
             sys.exit("good enough")
 
-    stage = Stage(callbacks=[Exits()]).start()
+    harness = ControllerHarness(callbacks=[Exits()]).start()
     with pytest.raises(
         RaydlError, match=r"Exits called sys.exit\('good enough'\); return a reason instead"
     ):
-        stage.step(accuracy(0.5))
+        harness.step(accuracy(0.5))
 
 
 @BOTH
 def test_a_signal_while_the_last_center_is_scored_counts(is_sync):
-    stage = Stage(is_sync=is_sync).start()
-    stage.step(
-        *stage.end("finished", 9, "w0", "w1"), Published((0, 9)), report("w0", 9), report("w1", 9)
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.step(
+        *harness.end("finished", 9, "w0", "w1"), Published((0, 9)), report("w0", 9), report("w1", 9)
     )
-    stage.step(collected(9, "w0", "w1"))
-    stage.step()
-    assert stage.state is State.FINISHING
-    stage.controller.request_stop("SIGTERM")
-    stage.step()
-    assert stage.state is State.DONE
-    assert stage.controller.outcome is Outcome.FINISHED
-    assert stage.said[-1] == "SIGTERM: the run ends without a score of its last center"
+    harness.step(collected(9, "w0", "w1"))
+    harness.step()
+    assert harness.state is State.FINISHING
+    harness.controller.request_stop("SIGTERM")
+    harness.step()
+    assert harness.state is State.DONE
+    assert harness.controller.outcome is Outcome.FINISHED
+    assert harness.log_lines[-1] == "SIGTERM: the run ends without a score of its last center"
 
 
 def test_without_callbacks_the_end_is_not_requested():

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from controller_harness import ControllerHarness, collected, report, scored
 from pyarrow import fs
 from recorders import MemoryWriter as Writer
 from recorders import collected_round, flat_model
 from s3_server import s3_client
 from safetensors.torch import load_file
-from stages import Stage, collected, report, scored
 
 import raydl
 from raydl import storage as silence
@@ -237,14 +237,14 @@ def test_a_storage_that_accepts_the_last_files_leaves_the_fallback_folder_empty(
 
 
 def test_the_end_of_a_run_does_not_wait_for_files_that_are_given_up():
-    stage = Stage().start()
-    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.recorder.is_writing = True
-    stage.step(report("w0", 9), report("w1", 9), collected(9, "w0", "w1"), scored(9))
-    assert stage.state is State.FINISHING
-    stage.recorder.is_given_up = True
-    stage.step()
-    assert stage.state is State.DONE
+    harness = ControllerHarness().start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.recorder.is_writing = True
+    harness.step(report("w0", 9), report("w1", 9), collected(9, "w0", "w1"), scored(9))
+    assert harness.state is State.FINISHING
+    harness.recorder.is_given_up = True
+    harness.step()
+    assert harness.state is State.DONE
 
 
 # measurements
@@ -363,16 +363,16 @@ def test_an_error_of_the_writer_is_raised_when_it_is_closed(gated):
 
 
 def test_each_of_many_scores_that_are_given_up_in_a_row_is_logged_with_its_number():
-    stage = Stage().start()
+    harness = ControllerHarness().start()
     for _ in range(12):
-        stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
-    lines = [line for line in stage.said if "evaluation was abandoned" in line]
+        harness.step(GaveUp("evaluation", "its process was killed, or crashed"))
+    lines = [line for line in harness.log_lines if "evaluation was abandoned" in line]
     assert len(lines) == 12
     assert lines[0] == "an evaluation was abandoned: its process was killed, or crashed"
     assert lines[-1].startswith("an evaluation was abandoned, 12 in a row: its process was")
     for _ in range(100):
-        stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
-    assert len([line for line in stage.said if "evaluation was abandoned" in line]) < 35
+        harness.step(GaveUp("evaluation", "its process was killed, or crashed"))
+    assert len([line for line in harness.log_lines if "evaluation was abandoned" in line]) < 35
 
 
 # whole runs

@@ -1,4 +1,4 @@
-"""A controller with fakes, a clock that the test sets, and events that the test injects."""
+"""A harness for the controller: fakes, a clock that the test sets, events that it injects."""
 
 import numpy as np
 import pytest
@@ -80,8 +80,8 @@ class FakeWorkerGroup:
     """A worker group that returns the test's events and records all calls."""
 
     def __init__(self):
-        self.events, self.told, self.formed = [], [], []
-        self.timeouts, self.asked_with = [], {}
+        self.events, self.calls, self.formed = [], [], []
+        self.timeouts, self.requested_states = [], {}
 
     def poll(self, timeout_s):
         self.timeouts.append(timeout_s)
@@ -89,32 +89,32 @@ class FakeWorkerGroup:
         return events
 
     def request_worker(self, worker_id, own_state=None):
-        self.told.append(("request_worker", worker_id))
-        self.asked_with[worker_id] = own_state
+        self.calls.append(("request_worker", worker_id))
+        self.requested_states[worker_id] = own_state
 
     def form(self, membership, round, own_states):
         self.formed.append(membership)
-        self.told.append(("form", membership.generation, membership.worker_ids, round))
+        self.calls.append(("form", membership.generation, membership.worker_ids, round))
         self.own_states = own_states
 
     def change(self, membership, own_states):
         self.formed.append(membership)
-        self.told.append(("change", membership.generation, membership.worker_ids))
+        self.calls.append(("change", membership.generation, membership.worker_ids))
         self.own_states = own_states
 
     def vote(self, generation, **votes):
         assert generation == self.formed[-1].generation
-        self.told.append(("vote", *votes))
+        self.calls.append(("vote", *votes))
 
     def avoid(self, node):
-        self.told.append(("avoid", node))
+        self.calls.append(("avoid", node))
         return True
 
     def waiting_for(self):
         return "1 more worker with {CPU: 1}; the cluster has {CPU: 1}"
 
     def __getattr__(self, name):
-        return lambda *args: self.told.append((name, *args))
+        return lambda *args: self.calls.append((name, *args))
 
 
 class FakeRecorder:
@@ -134,8 +134,8 @@ class FakeRecorder:
         pass
 
 
-class Stage:
-    """A controller with fakes and a clock that the test sets."""
+class ControllerHarness:
+    """A controller with a fake worker group, a fake recorder and a clock that the test sets."""
 
     def __init__(self, num_workers=2, *, is_sync=True, first_round=0, own_states=(), **more):
         self.worker_group, self.recorder, self.now = FakeWorkerGroup(), FakeRecorder(), 0.0
@@ -175,12 +175,12 @@ class Stage:
     def step(self, *events):
         """Step with some events and return the calls to the worker group."""
         self.worker_group.events += events
-        self.worker_group.told.clear()
+        self.worker_group.calls.clear()
         self.controller.step()
-        return list(self.worker_group.told)
+        return list(self.worker_group.calls)
 
     def steps(self, count):
-        return [told for _ in range(count) for told in self.step()]
+        return [call for _ in range(count) for call in self.step()]
 
     def start(self, *worker_ids):
         """Let workers become ready and train."""
@@ -207,7 +207,8 @@ class Stage:
         return self.controller.state
 
     @property
-    def said(self):
+    def log_lines(self):
+        """The lines that the controller has logged."""
         return self.recorder.events
 
 
