@@ -138,9 +138,9 @@ def images() -> ImageSet:
 @pytest.fixture(scope="session")
 def four_cpus() -> Iterator[Cluster]:
     """A one-node cluster with four CPUs, for tests that do not kill its processes."""
-    from clusters import nodes
+    from clusters import start_cluster
 
-    with nodes(4) as cluster:
+    with start_cluster(4) as cluster:
         yield cluster
 
 

@@ -10,7 +10,7 @@ import torch
 from ensembles import linear
 from histories import History, assert_same, config
 from torch.optim import SGD
-from user_loops import Threads, settings
+from user_loops import Threads, user_loop_config
 
 import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
@@ -347,7 +347,7 @@ def test_a_valid_rule_is_accepted_unchanged(rule):
 
 
 def test_a_named_method_with_a_very_small_beta_is_accepted():
-    case = settings(MethodConfig(name="sync-easgd", beta=1e-9), 1)
+    case = user_loop_config(MethodConfig(name="sync-easgd", beta=1e-9), 1)
     model = linear((1, 4, 4), 3)
     with Threads(case).attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as elastic:
         assert elastic.rank == 0
@@ -451,7 +451,7 @@ def test_a_newcomer_has_the_state_of_the_optimizer_at_the_center():
 )
 def test_a_model_is_attached_only_if_its_dtype_can_be_exchanged(dtype, method, exchange):
     model = linear((1, 4, 4), 3).to(dtype)
-    threads = Threads(settings(MethodConfig(name=method, period=2), 1, **exchange))
+    threads = Threads(user_loop_config(MethodConfig(name=method, period=2), 1, **exchange))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if dtype is torch.float64 and method == "sync-easgd" and not exchange:
         with threads.attach(model, optimizer) as elastic:
@@ -474,6 +474,6 @@ def test_a_rule_is_tried_before_a_model_is_attached():
 
     model = linear((1, 4, 4), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    case = settings(MethodConfig(name="own", period=2), 1)
+    case = user_loop_config(MethodConfig(name="own", period=2), 1)
     with pytest.raises(ConfigError, match="did not move the center in 16 trial updates"):
         job_of(case, model, optimizer, Rebinds())

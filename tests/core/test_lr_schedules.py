@@ -7,7 +7,7 @@ import pytest
 import torch
 from controller_harness import ControllerHarness, scored
 from ensembles import Ensemble, tiny_images
-from replicas import settings
+from replicas import replica_config
 
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig
@@ -139,7 +139,9 @@ def test_no_cut_is_logged_after_the_training_has_ended():
 
 
 def plateau_of(method):
-    config = settings(method, lr=0.1, lr_schedule="plateau", training={"steps": 12, "epochs": None})
+    config = replica_config(
+        method, lr=0.1, lr_schedule="plateau", training={"steps": 12, "epochs": None}
+    )
     return Ensemble(config, num_workers=2, images=tiny_images(96)).join()
 
 

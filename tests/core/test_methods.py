@@ -7,7 +7,7 @@ import pytest
 import torch
 from ensembles import Ensemble, tiny_images
 from safetensors.torch import load_file
-from scenarios import loss_of, settings
+from scenarios import loss_of, scenario_config
 
 from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
 from raydl.core.methods import METHODS, check_weights, resolve
@@ -34,7 +34,7 @@ BY_MESSAGES = [name for name in METHODS if name not in SYNC]
 def test_every_method_trains_to_the_end_and_counts_every_sample(method, num_workers):
     images = tiny_images(31)
     ensemble = Ensemble(
-        settings(method, epochs=4, lr=0.05, workers=num_workers),
+        scenario_config(method, epochs=4, lr=0.05, workers=num_workers),
         num_workers=num_workers,
         images=images,
     ).join()
@@ -49,7 +49,9 @@ def test_every_method_trains_to_the_end_and_counts_every_sample(method, num_work
 @pytest.mark.parametrize("end", [{"steps": 5}, {"samples": 40}, {"seconds": 0.05}])
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd", "diloco"])
 def test_a_run_ends_after_its_steps_samples_or_seconds(method, end):
-    ensemble = Ensemble(settings(method, **end), num_workers=2, images=tiny_images(31)).join()
+    ensemble = Ensemble(
+        scenario_config(method, **end), num_workers=2, images=tiny_images(31)
+    ).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     if "steps" in end:
         assert [w.local_step for w in ensemble.workers] == [5, 5]
@@ -59,7 +61,7 @@ def test_a_run_ends_after_its_steps_samples_or_seconds(method, end):
 
 @pytest.mark.parametrize("method", ["original-easgd", "async-easgd", "async-sgd"])
 def test_a_worker_for_which_the_coordinator_has_no_work_finishes(method):
-    ensemble = Ensemble(settings(method, seconds=1e-9), num_workers=2).join()
+    ensemble = Ensemble(scenario_config(method, seconds=1e-9), num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert ensemble.center().progress.num_samples == 0
 
@@ -71,7 +73,7 @@ def test_a_worker_for_which_the_coordinator_has_no_work_finishes(method):
 def test_messages_are_sent_in_fragments_to_shards_with_delay(method, shards, fragments, delay):
     exchange = ExchangeConfig(fragments=fragments, delay=delay, center_shards=shards)
     ensemble = Ensemble(
-        settings(method, epochs=3, period=4, exchange=exchange),
+        scenario_config(method, epochs=3, period=4, exchange=exchange),
         num_workers=2,
         images=tiny_images(31),
     ).join()
@@ -85,7 +87,7 @@ def test_more_fragments_than_parameters_are_refused(method):
     """The empty ones would all end a round, and count samples that were never trained."""
     parameters = [torch.zeros(1, 1), torch.zeros(1)]
     fits, not_fits = (
-        settings(method, period=4, exchange=ExchangeConfig(fragments=fragments))
+        scenario_config(method, period=4, exchange=ExchangeConfig(fragments=fragments))
         for fragments in (2, 3)
     )
     check_weights("tiny", parameters, fits, resolve(fits))
@@ -100,7 +102,7 @@ def test_more_fragments_than_parameters_are_refused(method):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("method", SYNC)
 def test_sync_rounds_with_fragments_and_delay_give_the_same_bits_again(method, fragments, delay):
-    config = settings(
+    config = scenario_config(
         method, epochs=2, period=6, exchange=ExchangeConfig(fragments=fragments, delay=delay)
     )
     centers = []
@@ -114,7 +116,9 @@ def test_sync_rounds_with_fragments_and_delay_give_the_same_bits_again(method, f
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])
 def test_the_distance_is_that_of_all_fragments(fragments):
-    config = settings("sync-easgd", steps=8, period=4, exchange=ExchangeConfig(fragments=fragments))
+    config = scenario_config(
+        "sync-easgd", steps=8, period=4, exchange=ExchangeConfig(fragments=fragments)
+    )
     ensemble = Ensemble(config, num_workers=1, images=tiny_images(60))
     ensemble.use_task(Still())
     ensemble.join()
@@ -140,7 +144,7 @@ def test_a_run_in_one_process_saves_all_shards_of_its_center(tmp_path):
 
 
 def test_a_resumed_run_uses_its_new_optimizer_settings():
-    first = settings("sync-msgd", epochs=2)
+    first = scenario_config("sync-msgd", epochs=2)
     ensemble = Ensemble(first, num_workers=1, images=tiny_images(31)).join()
     ensemble.run(2)
     ensemble.workers[0].vote(1, stop=1.0)
@@ -177,16 +181,16 @@ def center_of(config, num_workers=2):
 def test_easgd_1_2_and_3_give_the_same_bits(method, exchange):
     """Staged or resident, per layer or packed, with sums in the order of the ranks."""
     plain = {"fragments": exchange["fragments"]} if "fragments" in exchange else {}
-    config = settings(method, epochs=2, exchange=ExchangeConfig(**exchange))
-    same = settings(method, epochs=2, exchange=ExchangeConfig(**plain))
+    config = scenario_config(method, epochs=2, exchange=ExchangeConfig(**exchange))
+    same = scenario_config(method, epochs=2, exchange=ExchangeConfig(**plain))
     assert np.array_equal(center_of(config), center_of(same))
 
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_overlapped_or_not_sync_easgd_gives_the_same_bits(resident):
     exchange = ExchangeConfig(overlap=False, resident=resident)
-    config = settings("sync-easgd", epochs=2, exchange=exchange)
-    assert np.array_equal(center_of(config), center_of(settings("sync-easgd", epochs=2)))
+    config = scenario_config("sync-easgd", epochs=2, exchange=exchange)
+    assert np.array_equal(center_of(config), center_of(scenario_config("sync-easgd", epochs=2)))
 
 
 @pytest.mark.parametrize(
@@ -200,12 +204,14 @@ def test_overlapped_or_not_sync_easgd_gives_the_same_bits(resident):
     ],
 )
 def test_a_single_worker_trains_the_same_under_every_strategy(alone, reference):
-    first = center_of(settings(alone, epochs=2, workers=1), num_workers=1)
-    assert np.array_equal(first, center_of(settings(reference, epochs=2, workers=1), num_workers=1))
+    first = center_of(scenario_config(alone, epochs=2, workers=1), num_workers=1)
+    assert np.array_equal(
+        first, center_of(scenario_config(reference, epochs=2, workers=1), num_workers=1)
+    )
 
 
 def test_async_sgd_with_one_worker_is_plain_sgd():
-    images, config = tiny_images(31), settings("async-sgd", epochs=2, period=1, workers=1)
+    images, config = tiny_images(31), scenario_config("async-sgd", epochs=2, period=1, workers=1)
     ensemble = Ensemble(config, num_workers=1, images=images).join()
     ensemble.run()
     model = ensemble.job.task.build_model(ensemble.job.shape)
@@ -223,7 +229,7 @@ def test_async_sgd_with_one_worker_is_plain_sgd():
 
 
 def test_round_robin_exchanges_strictly_in_rank_order():
-    config = settings("original-easgd", epochs=2, period=1, workers=3)
+    config = scenario_config("original-easgd", epochs=2, period=1, workers=3)
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(27)).join()
     service, senders = ensemble.service, []
     exchange = service.home.exchange
@@ -238,7 +244,7 @@ def test_round_robin_exchanges_strictly_in_rank_order():
 
 
 def test_round_robin_gives_the_same_bits_again():
-    config = settings("original-easgd", epochs=2, workers=3)
+    config = scenario_config("original-easgd", epochs=2, workers=3)
     assert np.array_equal(center_of(config, 3), center_of(config, 3))
 
 
@@ -260,7 +266,7 @@ class Still:
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("method", [m for m in ELASTIC if not m.startswith("hogwild")])
 def test_what_the_replicas_lose_the_center_gains(method, fragments):
-    config = settings(method, steps=6, exchange=ExchangeConfig(fragments=fragments))
+    config = scenario_config(method, steps=6, exchange=ExchangeConfig(fragments=fragments))
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
     ensemble.use_task(Still())
     ensemble.join()
@@ -283,7 +289,9 @@ def test_what_the_replicas_lose_the_center_gains(method, fragments):
 def test_without_gradients_fragments_change_nothing(fragments):
     ends = []
     for count in (1, fragments):
-        config = settings("sync-easgd", steps=6, period=3, exchange=ExchangeConfig(fragments=count))
+        config = scenario_config(
+            "sync-easgd", steps=6, period=3, exchange=ExchangeConfig(fragments=count)
+        )
         ensemble = Ensemble(config, num_workers=2, images=tiny_images(60))
         ensemble.use_task(Still())
         ensemble.join()
@@ -304,7 +312,7 @@ def in_groups(config, size):
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-measgd", "diloco"])
 @pytest.mark.parametrize("exchange", [{}, {"compression": "int8"}, {"fragments": 2}])
 def test_workers_of_a_group_are_one_replica_and_train_to_the_end(method, exchange):
-    config = settings(method, epochs=2, workers=4, exchange=ExchangeConfig(**exchange))
+    config = scenario_config(method, epochs=2, workers=4, exchange=ExchangeConfig(**exchange))
     ensemble = Ensemble(in_groups(config, 2), num_workers=4, images=tiny_images(61)).join()
     assert ensemble.run() == [Outcome.FINISHED] * 4
     first, second, third, fourth = [w.replica.flat.weights for w in ensemble.workers]
@@ -318,10 +326,10 @@ def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch
     """Gradients of a group are those of one batch, and the exchange counts it once."""
     # A group's members take consecutive samples over a round, a single worker over a step:
     # with one step to a round both see the same batches.
-    config = settings("sync-easgd", epochs=2, period=1, batch_size=2, workers=2)
+    config = scenario_config("sync-easgd", epochs=2, period=1, batch_size=2, workers=2)
     shared = Ensemble(in_groups(config, 2), num_workers=2, images=tiny_images(40)).join()
     shared.run()
-    alone = settings("sync-easgd", epochs=2, period=1, batch_size=4, workers=1)
+    alone = scenario_config("sync-easgd", epochs=2, period=1, batch_size=4, workers=1)
     single = Ensemble(alone, num_workers=1, images=tiny_images(40)).join()
     single.run()
     np.testing.assert_allclose(shared.center().weights, single.center().weights, rtol=1e-4)
@@ -343,7 +351,7 @@ def run_in_turn(ensemble, rounds):
 def trained(method, *, is_dynamic, compression):
     """Return an ensemble of two workers after some rounds."""
     exchange = ExchangeConfig(compression=compression, timeout_s=20.0)
-    config = settings(method, steps=40, period=2, exchange=exchange)
+    config = scenario_config(method, steps=40, period=2, exchange=exchange)
     config = dataclasses.replace(
         config, method=dataclasses.replace(config.method, dynamic_weights=is_dynamic)
     )
@@ -355,10 +363,10 @@ def trained(method, *, is_dynamic, compression):
 def jump(method, *, is_dynamic, compression="none"):
     """Return how far the center moves, and how far a replica is from it after it was far away."""
     ensemble = trained(method, is_dynamic=is_dynamic, compression=compression)
-    before, lost = torch.tensor(ensemble.now()), ensemble.workers[1].replica.flat.weights
+    before, lost = torch.tensor(ensemble.center_weights()), ensemble.workers[1].replica.flat.weights
     lost.add_(5.0)
     run_in_turn(ensemble, 1)
-    center = torch.tensor(ensemble.now())
+    center = torch.tensor(ensemble.center_weights())
     return float(torch.dist(before, center)), float(torch.dist(lost, center))
 
 
@@ -378,13 +386,13 @@ def test_a_replica_without_any_trust_leaves_the_center_where_the_others_have_mov
 ):
     ensemble = trained(method, is_dynamic=True, compression=codec)
     one, lost = ensemble.workers
-    before = ensemble.now()
+    before = ensemble.center_weights()
     one.run_round()
-    moved = ensemble.now()
+    moved = ensemble.center_weights()
     assert not np.array_equal(moved, before)
     lost.replica.flat.weights.add_(50.0)
     lost.run_round()
-    assert np.array_equal(ensemble.now(), moved)
+    assert np.array_equal(ensemble.center_weights(), moved)
 
 
 def test_each_span_is_trusted_by_its_own_distances_and_always_without_dynamic_weights():
@@ -426,7 +434,7 @@ def test_trust_follows_the_trend_of_the_distance():
 def test_methods_train_with_compressed_messages(method, codec):
     images = tiny_images(31)
     exchange = ExchangeConfig(compression=codec, fragments=2, timeout_s=20.0)
-    config = settings(method, epochs=4, lr=0.05, exchange=exchange)
+    config = scenario_config(method, epochs=4, lr=0.05, exchange=exchange)
     ensemble = Ensemble(config, num_workers=3, images=images).join()
     before = loss_of(ensemble, ensemble.first.weights, images)
     assert ensemble.run() == [Outcome.FINISHED] * 3
@@ -438,7 +446,7 @@ def test_methods_train_with_compressed_messages(method, codec):
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
 def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, codec):
     exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)
-    config = settings(method, steps=40, exchange=exchange)
+    config = scenario_config(method, steps=40, exchange=exchange)
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
     ensemble.use_task(Still())
     ensemble.join()
@@ -460,7 +468,7 @@ def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, cod
 def test_compressed_messages_have_fewer_bytes(method):
     num_bytes = {}
     for codec in ("none", "bf16", "int8"):
-        config = settings(method, steps=4, exchange=ExchangeConfig(compression=codec))
+        config = scenario_config(method, steps=4, exchange=ExchangeConfig(compression=codec))
         ensemble = Ensemble(config, num_workers=1, images=tiny_images(60), model=wide).join()
         ensemble.run()
         records = ensemble.workers[0].report().records
@@ -480,7 +488,7 @@ def wide(image_shape, num_classes):
 @pytest.mark.parametrize("method", ["sync-sgd", "diloco", "sync-easgd"])
 def test_a_resumed_run_has_the_residuals_of_its_messages(method):
     exchange = ExchangeConfig(compression="topk:0.3")
-    config = settings(method, epochs=2, exchange=exchange)
+    config = scenario_config(method, epochs=2, exchange=exchange)
     whole = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
     whole.run()
     first = Ensemble(config, num_workers=2, images=tiny_images(31)).join()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from scenarios import loss_of, settings
+from scenarios import loss_of, scenario_config
 
 from raydl.config import (
     ExchangeConfig,
@@ -40,7 +40,7 @@ class Slope:
 
 def by_hand(method, starts, *, center, steps, period=1, lr=1.0, exchange=None, **method_settings):
     """Return (replicas, center) of two workers with gradient 1 after some local steps."""
-    config = settings(method, steps=steps, period=period, lr=lr, exchange=exchange)
+    config = scenario_config(method, steps=steps, period=period, lr=lr, exchange=exchange)
     config = dataclasses.replace(
         config, method=dataclasses.replace(config.method, **method_settings)
     )
@@ -154,7 +154,7 @@ def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeyp
     (tmp_path / "my_rules.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     for strategy in ("sync", "hogwild"):
-        config = settings("my_rules:SignElastic", epochs=6, lr=0.05)
+        config = scenario_config("my_rules:SignElastic", epochs=6, lr=0.05)
         method = dataclasses.replace(config.method, strategy=strategy)
         images = tiny_images(31)
         ensemble = Ensemble(
@@ -168,7 +168,7 @@ def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeyp
 def test_a_rule_can_be_passed_as_an_object():
     method = resolve(TrainConfig(method=MethodConfig(name="Halfway")), Halfway())
     assert isinstance(method, Method)
-    config = settings("test_methods_by_hand:Halfway", epochs=3, lr=0.05)
+    config = scenario_config("test_methods_by_hand:Halfway", epochs=3, lr=0.05)
     ensemble = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
 

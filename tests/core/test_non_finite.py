@@ -9,7 +9,7 @@ import torch
 from ensembles import Ensemble, linear
 from histories import History, config
 from torch import nn
-from user_loops import Threads, run_all, settings
+from user_loops import Threads, run_all, user_loop_config
 
 import raydl
 from raydl.config import MethodConfig
@@ -107,7 +107,7 @@ def backward(model, step, *, scale=1.0):
 
 
 def alone(method="sync-easgd", period=2):
-    return Threads(settings(MethodConfig(name=method, period=period), 1))
+    return Threads(user_loop_config(MethodConfig(name=method, period=period), 1))
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"])
@@ -168,7 +168,7 @@ def test_a_scaled_loss_gives_the_same_weights_as_an_unscaled_one(unscales):
 
 
 def test_the_other_workers_wait_for_one_that_skips_steps():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 2))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 2))
 
     def loop(rank):
         model, optimizer, elastic = attached(threads, rank)

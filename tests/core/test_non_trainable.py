@@ -10,7 +10,7 @@ from ensembles import Ensemble, tiny_images
 from histories import History, assert_same, config
 from safetensors.torch import load_file
 from torch import nn
-from user_loops import Threads, run_all, settings
+from user_loops import Threads, run_all, user_loop_config
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore
@@ -322,7 +322,7 @@ def own_loop(threads, rank, *, state=None, num_steps=6):
 
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "async-easgd"])
 def test_attached_models_share_the_non_trainable_state(method):
-    threads = Threads(settings(MethodConfig(name=method, period=2), 3))
+    threads = Threads(user_loop_config(MethodConfig(name=method, period=2), 3))
     (first, _), *others = run_all([own_loop(threads, rank) for rank in range(3)])
     for center, _ in others:
         assert center.keys() == first.keys()
@@ -331,9 +331,9 @@ def test_attached_models_share_the_non_trainable_state(method):
 
 
 def test_a_resumed_attached_model_has_its_saved_non_trainable_state():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 2))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 2))
     before = run_all([own_loop(threads, rank) for rank in range(2)])
-    again = Threads(settings(MethodConfig(name="sync-easgd", period=2), 2))
+    again = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 2))
     after = run_all([own_loop(again, rank, state=before[rank][1]) for rank in range(2)])
     for name in ("frozen.weight", "order", "scale", "bf16"):
         assert torch.equal(after[0][0][name], before[0][0][name]), name
@@ -342,7 +342,7 @@ def test_a_resumed_attached_model_has_its_saved_non_trainable_state():
 
 
 def test_attached_models_of_another_layout_are_refused():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), (1, 2)))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), (1, 2)))
 
     def attach(model):
         return threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from ensembles import SHAPE, Ensemble, linear, tiny_images
-from interruptions import assert_same_bits_after_an_interruption, through_a_checkpoint
-from replicas import PLAIN, batches, deep, flattened, replica_of, settings
+from interruptions import assert_same_bits_after_an_interruption, write_and_read_checkpoint
+from replicas import PLAIN, batches, deep, flattened, replica_config, replica_of
 from torch.nn import functional
 
 from raydl.collective.sync_exchange import GradientGroup
@@ -26,28 +26,30 @@ from raydl.worker.in_process import LocalGroup
     [("sync-easgd", {}), ("sync-sgd", {}), ("sync-sgd", {"fragments": 2}), ("diloco", {})],
 )
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, name, method, exchange):
-    config = settings(
+    config = replica_config(
         method, name=name, lr=0.01, exchange=ExchangeConfig(timeout_s=20.0, **exchange)
     )
     assert_same_bits_after_an_interruption(config, tmp_path)
 
 
 def test_decay_only_matrices_survives_a_checkpoint(tmp_path):
-    config = settings("sync-sgd", name="adamw", lr=0.01, weight_decay=0.2, decay_only_matrices=True)
+    config = replica_config(
+        "sync-sgd", name="adamw", lr=0.01, weight_decay=0.2, decay_only_matrices=True
+    )
     whole = Ensemble(config, num_workers=1, model=deep).join()
     whole.run()
     first = Ensemble(config, num_workers=1, model=deep).join()
     first.run(2)
     first.workers[0].vote(1, stop=1.0)
     first.run()
-    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.progress.round)
+    snapshot, states = write_and_read_checkpoint(tmp_path, first, first.newest.progress.round)
     again = Ensemble(config, num_workers=1, model=deep).join(snapshot, states)
     again.run()
     assert np.array_equal(again.newest.weights, whole.newest.weights)
 
 
 def test_sync_sgd_with_adamw_at_the_center_is_adamw_on_the_joined_batch():
-    config = settings("sync-sgd", name="adamw", lr=0.01, training={"epochs": 1})
+    config = replica_config("sync-sgd", name="adamw", lr=0.01, training={"epochs": 1})
     config = dataclasses.replace(config, method=MethodConfig(name="sync-sgd", period=1))
     images = tiny_images(24)
     ensemble = Ensemble(config, num_workers=2, images=images)
@@ -138,7 +140,7 @@ def test_a_copied_replica_takes_the_same_next_step():
 
 
 def test_workers_that_share_a_replica_stay_identical_with_adamw():
-    config = settings("sync-easgd", name="adamw", lr=0.01, workers=2, group_size=2)
+    config = replica_config("sync-easgd", name="adamw", lr=0.01, workers=2, group_size=2)
     ensemble = Ensemble(config, num_workers=2).join()
     ensemble.run()
     one, other = (w.replica.flat.weights for w in ensemble.workers)
@@ -147,7 +149,7 @@ def test_workers_that_share_a_replica_stay_identical_with_adamw():
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
 def test_adamw_trains_with_messages(method):
-    config = settings(method, name="adamw", lr=0.01)
+    config = replica_config(method, name="adamw", lr=0.01)
     ensemble = Ensemble(config, num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert not np.array_equal(ensemble.center().weights, ensemble.first.weights)
@@ -155,7 +157,7 @@ def test_adamw_trains_with_messages(method):
 
 @pytest.mark.parametrize("center_shards", [1, 2])
 def test_rebuilt_shards_have_the_momentum_of_the_center(center_shards):
-    config = settings(
+    config = replica_config(
         "async-msgd",
         lr=0.1,
         workers=1,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ensembles import SHAPE, Ensemble, linear, tiny_images
 from interruptions import assert_same_bits_after_an_interruption
-from replicas import PLAIN, batches, deep, replica_of, settings, steps_of_both
+from replicas import PLAIN, batches, deep, replica_config, replica_of, steps_of_both
 
 import raydl
 from raydl import cli
@@ -152,7 +152,7 @@ def test_in_every_method_a_group_with_scale_0_stays_as_it_began(method, tmp_path
 
 def test_sync_sgd_with_groups_at_the_center_is_torch_on_the_joined_batch():
     group = ParamGroup(pattern="*.bias", lr_scale=0.5, weight_decay=0.0)
-    config = settings(
+    config = replica_config(
         "sync-sgd", name="adamw", lr=0.01, weight_decay=0.2, training={"epochs": 1},
         param_groups=(group,),
     )  # fmt: skip
@@ -186,7 +186,7 @@ def test_sync_sgd_with_groups_at_the_center_is_torch_on_the_joined_batch():
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "diloco"])
 def test_an_interrupted_run_with_groups_ends_with_the_same_bits(tmp_path, name, method):
-    config = settings(
+    config = replica_config(
         method, name=name, lr=0.01, weight_decay=0.1, param_groups=(BIASES, HEAD),
         momentum=0.9 if name == "sgd" else None,
     )  # fmt: skip
@@ -383,7 +383,7 @@ def test_a_pattern_is_tried_before_the_folder_is_made(tmp_path):
 
 def test_groups_are_refused_for_an_optimizer_at_a_center_in_parts():
     group = (ParamGroup(pattern="*.bias", lr_scale=0.5),)
-    in_fragments = settings(
+    in_fragments = replica_config(
         "sync-msgd", exchange=ExchangeConfig(fragments=2), momentum=0.5, param_groups=group
     )
     by_messages = TrainConfig(

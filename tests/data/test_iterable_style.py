@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from clusters import address_of
+from clusters import cluster_environment
 from ensembles import Ensemble
 from torch.utils import data as torch_data
 
@@ -470,7 +470,7 @@ def test_after_a_worker_is_killed_the_others_go_on_with_new_shards_of_the_stream
     plan.write_text(json.dumps({"faults": [fault]}))
     done = subprocess.run(
         [sys.executable, str(script), str(run), str(plan)],
-        env={**os.environ, **address_of(four_cpus.address)},
+        env={**os.environ, **cluster_environment(four_cpus.address)},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from clusters import address_of
+from clusters import cluster_environment
 from processes import command_of
 from torch.utils import data as torch_data
 
@@ -481,7 +481,7 @@ def test_workers_on_ray_read_a_set_of_the_users_script_with_processes_of_their_o
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run"), str(tmp_path / "metrics.txt")],
-        env={**os.environ, **address_of(four_cpus.address)},
+        env={**os.environ, **cluster_environment(four_cpus.address)},
         capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -116,7 +116,7 @@ def test_a_worker_that_is_lost_while_left_out_returns_its_samples(rule):
     history = counting(rule)
     history.train("w0", "w1", "w2", late={"w1": (1, 0)})
     history.train("w0", "w2", rounds=1)
-    history.forget("w1")
+    history.remove_worker("w1")
     history.end("w0", "w2")
     assert (history.snapshot.weights == 3).all()
 
@@ -174,7 +174,7 @@ def play(history, num_workers, events):
     """Apply events to a history, then train to the end with the remaining workers."""
     here, aside = [f"w{i}" for i in range(num_workers)], []
     for number, (event, choice, round, step) in enumerate(events):
-        here += [w for w in (*history.away, *aside) if w not in here and (choice + number) % 2]
+        here += [w for w in (*history.absent, *aside) if w not in here and (choice + number) % 2]
         aside = [w for w in aside if w not in here]
         chosen, trouble = here[choice % len(here)], {}
         if event in ("lost", "late", "missed") and len(here) > 1:
@@ -190,7 +190,7 @@ def play(history, num_workers, events):
         elif event == "join":
             here.append(f"w{num_workers + number}")
     if (history.snapshot.progress.num_samples // history.images.num_samples) < 3:
-        history.end(*dict.fromkeys([*here, *aside, *history.away]))
+        history.end(*dict.fromkeys([*here, *aside, *history.absent]))
 
 
 @settings(max_examples=25, database=None)
@@ -244,7 +244,7 @@ def test_a_worker_that_missed_a_sum_may_be_rank_0_or_alone_afterwards(survivors)
     history = counting(AllProgress())
     history.train("w0", "w1", "w2", missed={"w1": (0, 0)})
     for gone in {"w0", "w1", "w2"} - set(survivors):
-        history.forget(gone)
+        history.remove_worker(gone)
     history.end(*survivors)
     assert (history.snapshot.weights == 3).all()
 
@@ -338,7 +338,7 @@ def test_samples_that_only_an_absent_worker_can_finish_end_the_generation(is_bac
     if is_back:
         history.end("w0", "w1", "w2")
     else:
-        history.forget("w1")
+        history.remove_worker("w1")
         history.end("w0", "w2")
     assert (history.snapshot.weights == 3).all()
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from user_loops import Threads, run_all, same, settings
+from user_loops import Threads, equal_states, run_all, user_loop_config
 
 from raydl.config import MethodConfig
 from raydl.core.methods import METHODS
@@ -325,7 +325,7 @@ class Loops:
 
     def __init__(self, name, num_workers, *, period=2, lease_s=10.0, **exchange):
         method = MethodConfig(name=name, period=period)
-        config = settings(method, num_workers, lease_s=lease_s, **exchange)
+        config = user_loop_config(method, num_workers, lease_s=lease_s, **exchange)
         self.threads = Threads(config)
         self.stopped = threading.Event()
         self.dead = set()
@@ -460,7 +460,7 @@ def train_steps(elastic, model, count):
 
 def with_a_kept_center():
     """Return (threads, center), where the last worker has trained, left and kept its center."""
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=1), 1))
     last, model = attached(threads, "w0", 0)
     with last:
         train_steps(last, model, 5)
@@ -475,11 +475,11 @@ def center_of_a_new_worker(threads):
 
 def test_workers_restarted_from_a_state_continue_it_although_an_older_center_is_kept():
     method = MethodConfig(name="sync-easgd", period=1)
-    elastic, model = attached(Threads(settings(method, 1)), "w0", 0)
+    elastic, model = attached(Threads(user_loop_config(method, 1)), "w0", 0)
     with elastic:
         train_steps(elastic, model, 8)
         state, center = elastic.state_dict(), elastic.center_state_dict()
-    threads = Threads(settings(method, 2, lease_s=0.8))
+    threads = Threads(user_loop_config(method, 2, lease_s=0.8))
 
     def train_and_die(worker_id, seed):
         elastic, _ = attached(threads, worker_id, seed)
@@ -496,11 +496,11 @@ def test_workers_restarted_from_a_state_continue_it_although_an_older_center_is_
 
     run_all([lambda: train_and_die("w0", 1), lambda: train_and_die("w1", 2)])
     for found in run_all([lambda: restart("w0", 3), lambda: restart("w1", 4)]):
-        assert same(found, center)
+        assert equal_states(found, center)
 
 
 def test_a_waiting_worker_starts_from_the_center_of_the_last_one():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=100), (1, 2)))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=100), (1, 2)))
     last, model = attached(threads, "w0", 0)
     last.join()
     train_steps(last, model, 101)
@@ -514,7 +514,7 @@ def test_a_waiting_worker_starts_from_the_center_of_the_last_one():
         center = last.center_state_dict()
         last.detach()
         waiting.result(timeout=20)
-    assert same(new.center_state_dict(), center)
+    assert equal_states(new.center_state_dict(), center)
     new.detach()
 
 
@@ -525,7 +525,7 @@ def test_a_worker_that_never_entered_does_not_change_the_kept_center():
     with pytest.raises(ExchangeError):
         failing.join()
     failing.detach()
-    assert same(center_of_a_new_worker(threads), center)
+    assert equal_states(center_of_a_new_worker(threads), center)
 
 
 def test_a_worker_whose_start_fails_does_not_change_the_kept_center(monkeypatch):
@@ -539,11 +539,11 @@ def test_a_worker_whose_start_fails_does_not_change_the_kept_center(monkeypatch)
     with pytest.raises(MemoryError):
         failing.join()
     failing.detach()
-    assert same(center_of_a_new_worker(threads), center)
+    assert equal_states(center_of_a_new_worker(threads), center)
 
 
 def test_the_next_worker_starts_from_the_center_of_a_last_one_whose_lease_expired():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=1), 1, lease_s=0.2))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=1), 1, lease_s=0.2))
     last, model = attached(threads, "w0", 0)
     last.join()
     train_steps(last, model, 5)
@@ -554,11 +554,11 @@ def test_the_next_worker_starts_from_the_center_of_a_last_one_whose_lease_expire
     threads.server.heartbeat = heartbeat
     center = last.center_state_dict()
     last.detach()
-    assert same(center_of_a_new_worker(threads), center)
+    assert equal_states(center_of_a_new_worker(threads), center)
 
 
 def test_a_worker_that_waited_in_vain_for_a_replacement_leaves_its_center():
-    config = settings(MethodConfig(name="sync-easgd", period=1), 2, lease_s=0.8)
+    config = user_loop_config(MethodConfig(name="sync-easgd", period=1), 2, lease_s=0.8)
     scaling = dataclasses.replace(config.scaling, start_timeout_s=2.0)
     threads = Threads(dataclasses.replace(config, scaling=scaling))
 
@@ -580,11 +580,11 @@ def test_a_worker_that_waited_in_vain_for_a_replacement_leaves_its_center():
 
     center, _ = run_all([wait_for_replacement, train_and_die])
     for found in run_all([lambda: start_next("w2"), lambda: start_next("w3")]):
-        assert same(found, center)
+        assert equal_states(found, center)
 
 
 def test_a_loop_that_forgot_to_detach_does_not_block_others():
-    threads = Threads(settings(MethodConfig(name="sync-easgd"), 1, lease_s=0.8))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd"), 1, lease_s=0.8))
     model = torch.nn.Linear(4, 1)
     forgotten = threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
     assert forgotten.rank == 0

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from clusters import address_of
+from clusters import cluster_environment
 from controller_harness import BOTH, DIED, ControllerHarness, collected, report
 from ensembles import linear
 from safetensors.torch import load_file
@@ -620,7 +620,7 @@ def run_script(four_cpus, tmp_path):
     def run_script(what, method):
         return subprocess.run(
             [sys.executable, str(script), what, *words, method],
-            env={**os.environ, **address_of(four_cpus.address)},
+            env={**os.environ, **cluster_environment(four_cpus.address)},
             capture_output=True,
             text=True,
             timeout=150,

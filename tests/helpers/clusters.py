@@ -41,7 +41,7 @@ class SmallCluster(Cluster):
 
 
 @contextlib.contextmanager
-def nodes(*cpus: int, kind: type[Cluster] = SmallCluster) -> Iterator[Cluster]:
+def start_cluster(*cpus: int, kind: type[Cluster] = SmallCluster) -> Iterator[Cluster]:
     """Yield a cluster whose head has ``cpus[0]`` CPUs, with a further node per other number."""
     _ensure_token()
     cluster = kind(
@@ -84,7 +84,7 @@ def free_ports(count: int) -> list[int]:
     return sorted(found)
 
 
-def address_of(address: str) -> dict[str, str]:
+def cluster_environment(address: str) -> dict[str, str]:
     """Return the environment of a program that joins a cluster; none: it starts its own."""
     return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"} if address else {}
 
@@ -110,7 +110,7 @@ class ClusterRun:
             plan = path.with_suffix(".yaml")
             plan.write_text(yaml.safe_dump({"faults": faults}))
             words += ["--fault-plan", str(plan)]
-        environment = {**os.environ, **address_of(cluster.address), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **cluster_environment(cluster.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 
@@ -151,7 +151,7 @@ class ClusterRun:
             assert time.monotonic() < deadline, f"timed out:\n{self.output}"
             time.sleep(0.05)
 
-    def until_said(self, words: str) -> None:
+    def until_logged(self, words: str) -> None:
         """Wait until the output contains some words."""
         self.until(lambda: words in self.output)
 
@@ -180,21 +180,21 @@ class ClusterRun:
         return result
 
 
-def actors_on(node: Any, name: str) -> list[int]:
+def actor_pids_on(node: Any, name: str) -> list[int]:
     """Return the process ids of all actors of a class on a node."""
     raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
     below = descendants_of(raylet)
     return [pid for pid in below if command_of(pid)[0].startswith(f"ray::{name}")]
 
 
-def actors(cluster: Cluster, name: str) -> list[int]:
+def actor_pids(cluster: Cluster, name: str) -> list[int]:
     """Return the process ids of all actors of a class on a cluster."""
-    return [pid for node in cluster.list_all_nodes() for pid in actors_on(node, name)]
+    return [pid for node in cluster.list_all_nodes() for pid in actor_pids_on(node, name)]
 
 
-def expendable(cluster: Cluster) -> list[Any]:
+def removable_nodes(cluster: Cluster) -> list[Any]:
     """Return the nodes that may be removed: all but the head and the driver's node.
 
     If all nodes are on one machine, Ray connects a driver to any of them; the center runs there.
     """
-    return [node for node in cluster.worker_nodes if not actors_on(node, "CenterActor")]
+    return [node for node in cluster.worker_nodes if not actor_pids_on(node, "CenterActor")]

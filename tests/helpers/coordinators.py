@@ -101,13 +101,13 @@ def change(coordinator, generation, *worker_ids):
     coordinator.change(Membership(generation, worker_ids))
 
 
-def settling(worker_id, sequence, values, **message_id):
+def completing_request(worker_id, sequence, values, **message_id):
     completion = Completion(Header(), 2, ALL, 0.1, 80)
     message_id.setdefault("generation", 1)
     return request(worker_id, sequence, values, completion=completion, **message_id)
 
 
-def waiting(pool, call, *args):
+def start_blocking_call(pool, call, *args):
     """Start a call in a thread, and return its future once it blocks."""
     future = pool.submit(call, *args)
     with pytest.raises(TimeoutError):

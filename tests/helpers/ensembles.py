@@ -127,7 +127,7 @@ class Ensemble:
             shard.begin_generation(membership)
         return LocalCenterClient(self.service, self.others)
 
-    def now(self) -> Any:
+    def center_weights(self) -> Any:
         """Return the weights of the center between two rounds."""
         if self.job.method.is_sync:
             return self.workers[0].runner.strategy.snapshot(is_kept=False, local_step=0).weights

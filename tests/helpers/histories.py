@@ -141,7 +141,7 @@ class History:
         self.workers: dict[str, Worker] = {}
         self.watched: dict[str, Watched] = {}
         self.parts: dict[str, Part] = {}
-        self.away: tuple[str, ...] = ()
+        self.absent: tuple[str, ...] = ()
         self.generation = 0
         self.done = Counter()
 
@@ -173,8 +173,8 @@ class History:
             states: state of a newcomer besides the center, by worker id.
         """
         self.generation += 1
-        self.away = tuple(w for w in self.away if w not in members)
-        membership = Membership(self.generation, members, self.away)
+        self.absent = tuple(w for w in self.absent if w not in members)
+        membership = Membership(self.generation, members, self.absent)
         self._hand_out_parts(membership, lost or {}, late or {}, missed or {})
         end = End({})
 
@@ -250,8 +250,8 @@ class History:
 
     def _settle(self, members, lost, late):
         for worker_id in lost:
-            self.forget(worker_id)
-        self.away += tuple(w for w in late if w in self.workers)
+            self.remove_worker(worker_id)
+        self.absent += tuple(w for w in late if w in self.workers)
         here = [w for w in members if w not in lost and w not in late]
         newest, _ = age = max(self.workers[w].copy_age for w in here)
         freshest, *others = [w for w in here if self.workers[w].copy_age == age]
@@ -266,10 +266,10 @@ class History:
         for worker_id in others:
             assert_same(self.workers[worker_id].center(), self.snapshot)
 
-    def forget(self, worker_id):
+    def remove_worker(self, worker_id):
         """Remove a lost worker."""
         del self.workers[worker_id], self.watched[worker_id]
-        self.away = tuple(w for w in self.away if w != worker_id)
+        self.absent = tuple(w for w in self.absent if w != worker_id)
 
     def weights(self, worker_id):
         return self.workers[worker_id].replica.flat.weights.clone()

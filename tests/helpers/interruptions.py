@@ -13,7 +13,7 @@ from raydl.core.reports import Outcome
 from raydl.storage import Storage
 
 
-def through_a_checkpoint(folder, ensemble, round):
+def write_and_read_checkpoint(folder, ensemble, round):
     """Return the states of the workers and of the center's optimizer, written and read again."""
     store = CheckpointStore(Storage(str(folder)))
     workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
@@ -42,7 +42,7 @@ def assert_same_bits_after_an_interruption(config, folder):
     for worker in first.workers:
         worker.vote(1, stop=1.0)
     assert set(first.run()) == {Outcome.STOPPED}
-    snapshot, states = through_a_checkpoint(folder, first, first.newest.progress.round)
+    snapshot, states = write_and_read_checkpoint(folder, first, first.newest.progress.round)
     again = Ensemble(config, num_workers=2, images=images, model=deep).join(snapshot, states)
     again.run()
     assert np.array_equal(again.newest.weights, whole.newest.weights)

@@ -19,7 +19,7 @@ from raydl.parameter_server.shared_memory import MappedCell, MappedExchange
 from raydl.worker.in_process import HERE
 
 
-class Orderly:
+class FakeCenterClient:
     """A client whose completions are all answered with the same assignment."""
 
     num_shards = 1
@@ -54,7 +54,7 @@ def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0",
     return shard
 
 
-def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
+def open_exchange(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
     """Return the exchange of a worker in another process of the center's node."""
     [(span, address)] = shard.shared_cells(worker_id, HERE).items()
     cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
@@ -66,7 +66,7 @@ def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, time
         span=slice(*span),
         buffers=torch.zeros(0),
         rule=rule or Elastic(0.5),
-        client=client or Orderly(),
+        client=client or FakeCenterClient(),
         is_last=True,
         session=session,
     )

@@ -81,7 +81,7 @@ def steps_of_both(replica, reference, optimizer, *, num_steps=6, max_norm=None):
     return replica.flat.weights, flattened(reference)
 
 
-def settings(method, *, training=None, exchange=None, workers=2, group_size=1, **optimizer):
+def replica_config(method, *, training=None, exchange=None, workers=2, group_size=1, **optimizer):
     return TrainConfig(
         method=MethodConfig(name=method, period=2, group_size=group_size),
         training=TrainingConfig(**{"epochs": 2, "batch_size": 3, **(training or {})}),

@@ -9,7 +9,7 @@ from raydl.run.status import RunStatus, to_json
 from raydl.tools.report.facts import RunFacts
 
 
-class Walk(HTMLParser):
+class PageParser(HTMLParser):
     """Parses a page; keeps its tags, its text and the addresses that it would fetch."""
 
     def __init__(self, page):

@@ -39,7 +39,7 @@ def s3_client(url: str) -> Iterator[Any]:
         client.close()
 
 
-def use_keys_of_nobody(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def use_test_credentials(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let clients of this test take the server's keys, and no account of this machine's user."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)

@@ -16,7 +16,7 @@ ALL = 2**40
 """Completed positions of a worker: all that it has claimed."""
 
 
-def settings(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
+def scenario_config(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
     training.setdefault("batch_size", 3)
     return TrainConfig(
         method=MethodConfig(name=method, period=period),

@@ -18,7 +18,7 @@ from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 TIMEOUT_S = 30.0
 
 
-def settings(
+def user_loop_config(
     method: MethodConfig, num_workers: Any, *, lease_s: float = 60.0, **exchange: Any
 ) -> TrainConfig:
     return TrainConfig(
@@ -30,7 +30,7 @@ def settings(
     )
 
 
-class ThreadPost(LocalCenterClient):
+class ThreadCenterClient(LocalCenterClient):
     """A client with a ``close`` that does nothing."""
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Threads:
 
     def make_transport(self, worker_id: str, membership: Any, abandoned: threading.Event) -> Any:
         if self.server and not self.is_sync:
-            return ThreadPost(self.server.center_server)
+            return ThreadCenterClient(self.server.center_server)
         with self._lock:
             group = self.groups.setdefault(
                 membership.generation,
@@ -90,16 +90,16 @@ def attach_alone(
     worker_id: str | None = None,
 ) -> Attached:
     """Return the handle of a user loop that is the only worker of its run, without Ray."""
-    config = settings(MethodConfig(name=method, period=4), 1)
+    config = user_loop_config(MethodConfig(name=method, period=4), 1)
     return Threads(config).attach(model, optimizer, worker_id)
 
 
-def copied(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def copy_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the state of a model."""
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Tell whether two states have the same names and values."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 

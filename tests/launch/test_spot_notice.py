@@ -10,7 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from clusters import nodes
+from clusters import start_cluster
 
 from raydl.errors import ConfigError
 from raydl.launch.spot_notice.__main__ import main

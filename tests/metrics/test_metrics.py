@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from disks import fill
-from old_runs import grow_old
+from old_runs import age_event_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydl import cli
@@ -337,7 +337,7 @@ def texts(accumulator, name):
 def test_two_starts_in_one_folder_show_as_one_run(tmp_path):
     run = tmp_path / "run"
     train(run, "--epochs", "2")
-    grow_old(run)
+    age_event_file(run)
     train(run, "--epochs", "4", "--resume")
     events = read(run)
     memberships = [text for _, text in texts(events, "membership")]

@@ -4,7 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from old_runs import grow_old
+from old_runs import age_event_file
 from recorders import FakeStore as Store
 from recorders import make_recorder as make
 from recorders import record_at, report_of, score_at
@@ -137,7 +137,7 @@ def test_a_first_start_writes_a_session_mark_so_that_one_of_a_resumed_start_coun
         for num_samples in points:
             writer.text("events", f"at {num_samples}", num_samples=num_samples)
         writer.close()
-        grow_old(tmp_path)
+        age_event_file(tmp_path)
     assert [samples for samples, _ in tensors(tmp_path, "events/text_summary")] == [10, 20, 25]
 
 

@@ -7,12 +7,12 @@ import torch
 from coordinators import (
     Add,
     change,
+    completing_request,
     enter,
     make_coordinator,
     make_shard,
     request,
     settle,
-    settling,
     values_of,
 )
 from hypothesis import given
@@ -129,7 +129,7 @@ def test_a_late_message_of_a_lost_worker_is_refused_and_counted_and_changes_noth
     enter(coordinator, "w1")
     shard.change(Membership(7, ("w0",)))
     change(coordinator, 7, "w0")
-    response = shard.exchange(settling("w1", 1, [1, 2]))
+    response = shard.exchange(completing_request("w1", 1, [1, 2]))
     assert response.refusal == "the center refused w1: it is no longer a member (generation 7)"
     assert values_of(shard).tolist() == [0, 0]
     assert shard.num_refused == 1
@@ -137,12 +137,12 @@ def test_a_late_message_of_a_lost_worker_is_refused_and_counted_and_changes_noth
         with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
             call(MessageId("w1", 1, 2))
     with pytest.raises(ExchangeError, match="no longer a member"):
-        coordinator.repeat(settling("w1", 1, [1, 2]))
+        coordinator.repeat(completing_request("w1", 1, [1, 2]))
     assert coordinator.num_refused == 3
     coordinator.end_turn(MessageId("w1", 1, 3))  # these two calls have no effect
     leave(coordinator, "w1")
     assert coordinator.state()["progress"].num_samples == 0
-    assert shard.exchange(settling("w0", 1, [1, 2])).assignment.num_done == 10
+    assert shard.exchange(completing_request("w0", 1, [1, 2])).assignment.num_done == 10
 
 
 def test_a_message_from_before_a_worker_entered_again_is_refused():
@@ -181,7 +181,7 @@ def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
     shard = make_shard(Add(), 2, coordinator=Removing(), codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w1")
-    message = settling("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
+    message = completing_request("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
     assert "no longer a member" in shard.exchange(message).refusal
     assert (shard.num_refused, coordinator.num_refused) == (0, 1), "it is counted once"
     assert spans_of(enter(coordinator, "w0")) == [(0, 10)]  # they are trained again

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from coordinators import request
-from mapped_cells import ASSIGNMENT, Orderly, open_shard, reach
+from mapped_cells import ASSIGNMENT, FakeCenterClient, open_exchange, open_shard
 
 from raydl.config import OptimizerConfig
 from raydl.core.compression import parse_codec
@@ -494,8 +494,8 @@ def test_without_a_lock_no_process_waits():
 
 
 def test_an_exchange_in_the_middle_of_a_round_sends_no_completion():
-    client = Orderly()
-    exchange = reach(open_shard(2), client=client)
+    client = FakeCenterClient()
+    exchange = open_exchange(open_shard(2), client=client)
     exchange._is_last = False
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
     assert exchange.wait().tally == Tally(2, 1, 3.0)
@@ -506,7 +506,7 @@ def test_an_exchange_in_the_middle_of_a_round_sends_no_completion():
     assert exchange._session.num_bytes == 2 * (2 * 2 * 4)
 
 
-class Answers(Orderly):
+class Answers(FakeCenterClient):
     """A client whose answers have float buffers."""
 
     def wait(self):
@@ -516,7 +516,7 @@ class Answers(Orderly):
 def test_committing_an_answer_sets_buffers_and_assignment():
     client = Answers()
     client.assignment = dataclasses.replace(ASSIGNMENT, version=9)
-    exchange = reach(open_shard(1), client=client)
+    exchange = open_exchange(open_shard(1), client=client)
     exchange.center = dataclasses.replace(exchange.center, buffers=torch.zeros(1))
     exchange.begin(torch.ones(1), torch.full((1,), 5.0), Header())
     exchange.wait()

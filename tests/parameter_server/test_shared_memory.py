@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from mapped_cells import Orderly, open_shard, reach
+from mapped_cells import FakeCenterClient, open_exchange, open_shard
 from message_jobs import message_job as job
 from message_jobs import wait_for
 
@@ -49,8 +49,8 @@ def values_of(shard):
 
 
 def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
-    shard, client = open_shard(2), Orderly()
-    exchange = reach(shard, client=client)
+    shard, client = open_shard(2), FakeCenterClient()
+    exchange = open_exchange(shard, client=client)
     replica = torch.tensor([4.0, 8.0])  # alpha 1/4
     exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
     assert values_of(shard).tolist() == [1, 2]  # at once
@@ -68,7 +68,7 @@ def test_a_vector_of_many_blocks_moves_like_one_of_few_blocks():
     shard, replica = open_shard(size), torch.randn(size)
     center = torch.zeros(size)
     expected = center + (replica - center) / 4
-    exchange = reach(shard)
+    exchange = open_exchange(shard)
     before = float(torch.dot(replica, replica))
     arrival = move(exchange, replica)
     assert torch.allclose(torch.tensor(values_of(shard)), expected)
@@ -84,7 +84,7 @@ class Halfway(Elastic):
 
 def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
     shard, rule = open_shard(2, rule=Halfway(0.5)), Halfway(0.5)
-    exchange = reach(shard, rule=rule)
+    exchange = open_exchange(shard, rule=rule)
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
     assert exchange.wait().pull.tolist() == [2, 4]
     assert values_of(shard).tolist() == [1, 2]
@@ -152,7 +152,7 @@ def test_a_center_with_an_optimizer_shares_no_memory():
 
 def test_a_removed_worker_moves_nothing():
     shard = open_shard(2)
-    exchange = reach(shard, "w1")
+    exchange = open_exchange(shard, "w1")
     shard.change(Membership(2, ("w0",)))
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
         exchange.begin(torch.ones(2), torch.zeros(0), Header())
@@ -162,21 +162,21 @@ def test_a_removed_worker_moves_nothing():
 
 def test_a_newcomer_in_the_slot_of_another_worker_does_not_count_as_it():
     shard = open_shard(2)
-    before = reach(shard, "w1")
+    before = open_exchange(shard, "w1")
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w2")))
     with pytest.raises(
         ExchangeError, match="entered generation 3, but the message is of generation 1"
     ):
         before.begin(torch.ones(2), torch.zeros(0), Header())
-    stays = reach(shard, "w0")
+    stays = open_exchange(shard, "w0")
     move(stays, torch.tensor([4.0, 8.0]))
     assert values_of(shard).tolist() == [1, 2]
 
 
 def test_a_worker_that_enters_again_does_not_count_as_its_former_self():
     shard = open_shard(2)
-    before = reach(shard, "w1")
+    before = open_exchange(shard, "w1")
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w1")))
     with pytest.raises(ExchangeError, match="entered generation 3"):
@@ -199,7 +199,9 @@ def test_a_worker_on_another_node_sends_messages():
 
 
 def test_a_refused_completion_raises():
-    exchange = reach(open_shard(2), client=Orderly(refusal="the center refused w0"))
+    exchange = open_exchange(
+        open_shard(2), client=FakeCenterClient(refusal="the center refused w0")
+    )
     exchange.begin(torch.ones(2), torch.zeros(0), Header())
     with pytest.raises(ExchangeError, match="the center refused w0"):
         exchange.wait()
@@ -252,7 +254,7 @@ class Stalls(Rule):
 
 def stall(shard):
     """Move half of the center, and stop with the lock held."""
-    reach(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
+    open_exchange(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
 
 
 def has_stalled(shard):
@@ -265,7 +267,7 @@ def test_a_worker_killed_half_way_blocks_no_other():
     with child(lambda: stall(shard)):
         wait_for(lambda: has_stalled(shard))
     replica = torch.ones(2 * BLOCK)
-    move(reach(shard), replica)
+    move(open_exchange(shard), replica)
     values = values_of(shard)
     assert set(values[:BLOCK].tolist()) == {1.0}  # it is at the replica
     assert set(values[BLOCK:].tolist()) == {0.25}
@@ -276,7 +278,7 @@ def test_the_wait_for_a_worker_that_stopped_half_way_ends():
     with child(lambda: stall(shard)) as pid:
         wait_for(lambda: has_stalled(shard))
         os.kill(pid, signal.SIGSTOP)
-        own = reach(shard, timeout_s=0.3)
+        own = open_exchange(shard, timeout_s=0.3)
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
             own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
         message = Request(
@@ -293,7 +295,7 @@ def hammer(shard, worker_id, count, path):
     torch.manual_seed(int(worker_id[1:]))
     replica = torch.randn(BLOCK + 3)
     np.save(f"{path}-{worker_id}-before.npy", replica.numpy())
-    exchange = reach(shard, worker_id, timeout_s=60.0)
+    exchange = open_exchange(shard, worker_id, timeout_s=60.0)
     for _ in range(count):
         move(exchange, replica)
     np.save(f"{path}-{worker_id}-after.npy", replica.numpy())
@@ -323,7 +325,7 @@ def test_memory_does_not_outlive_the_processes_that_map_it():
     gc.collect()  # what other tests left
     before = open_files()
     shard = open_shard(4)
-    exchange = reach(shard)
+    exchange = open_exchange(shard)
     assert open_files() > before
     del shard, exchange
     assert open_files() == before

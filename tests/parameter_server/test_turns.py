@@ -1,7 +1,7 @@
 """Turns continue after joins and losses; no worker waits for a lost one."""
 
 import pytest
-from coordinators import change, enter, make_coordinator, settling, waiting
+from coordinators import change, completing_request, enter, make_coordinator, start_blocking_call
 from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 from scenarios import spans_of
@@ -29,8 +29,8 @@ def in_turns(*workers, timeout_s=30.0):
 def test_a_worker_that_waits_behind_a_lost_worker_gets_the_turn_at_once(pool):
     coordinator = in_turns("w0", "w1", "w2")
     coordinator.take_turn(MessageId("w0", 1, 1))
-    third = waiting(pool, coordinator.take_turn, MessageId("w2", 1, 1))
-    second = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 1))
+    third = start_blocking_call(pool, coordinator.take_turn, MessageId("w2", 1, 1))
+    second = start_blocking_call(pool, coordinator.take_turn, MessageId("w1", 1, 1))
     change(coordinator, 2, "w1", "w2")
     second.result(timeout=30)
     assert not third.done()
@@ -41,7 +41,7 @@ def test_a_worker_that_waits_behind_a_lost_worker_gets_the_turn_at_once(pool):
 def test_a_removed_worker_that_waits_for_its_turn_is_refused(pool):
     coordinator = in_turns("w0", "w1")
     coordinator.take_turn(MessageId("w0", 1, 1))
-    call = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 1))
+    call = start_blocking_call(pool, coordinator.take_turn, MessageId("w1", 1, 1))
     change(coordinator, 2, "w0")
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
         call.result(timeout=30)
@@ -51,8 +51,8 @@ def test_a_removed_worker_that_waits_for_its_turn_is_refused(pool):
 
 def test_a_worker_that_waits_to_enter_behind_a_lost_worker_enters(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1", "w2"))
-    second = waiting(pool, enter, coordinator, "w1")
-    third = waiting(pool, enter, coordinator, "w2")
+    second = start_blocking_call(pool, enter, coordinator, "w1")
+    third = start_blocking_call(pool, enter, coordinator, "w2")
     change(coordinator, 2, "w2")
     assert spans_of(third.result(timeout=30)) == [(0, 10)]
     with pytest.raises(ExchangeError, match="no longer a member"):
@@ -62,7 +62,7 @@ def test_a_worker_that_waits_to_enter_behind_a_lost_worker_enters(pool):
 def test_no_turn_begins_before_all_have_claimed_their_first_samples(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1"))
     enter(coordinator, "w0")
-    first = waiting(pool, coordinator.take_turn, MessageId("w0", 1, 1))
+    first = start_blocking_call(pool, coordinator.take_turn, MessageId("w0", 1, 1))
     assert not first.done()
     enter(coordinator, "w1")
     first.result(timeout=30)
@@ -78,7 +78,7 @@ def test_a_wait_for_a_worker_that_never_enters_names_it(pool):
 def test_a_removed_worker_that_waits_for_an_answer_is_refused(pool):
     coordinator = make_coordinator()
     enter(coordinator, "w1")
-    call = waiting(pool, coordinator.repeat, settling("w1", 1, []))
+    call = start_blocking_call(pool, coordinator.repeat, completing_request("w1", 1, []))
     change(coordinator, 2, "w0")
     with pytest.raises(ExchangeError, match="no longer a member"):
         call.result(timeout=30)

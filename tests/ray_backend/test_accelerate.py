@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from user_loops import Threads, settings
+from user_loops import Threads, user_loop_config
 
 from raydl.config import MethodConfig
 
@@ -34,7 +34,7 @@ def test_accumulation_clipping_and_schedules_give_the_steps_of_the_plain_optimiz
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if is_attached:
-            threads = Threads(settings(MethodConfig(name="sync-easgd", period=10**6), 1))
+            threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=10**6), 1))
             optimizer = threads.attach(model, optimizer)
         loop(accelerator, model, optimizer)
         if is_attached:

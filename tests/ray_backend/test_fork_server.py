@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from clusters import BOUND_S, ClusterRun, actors
+from clusters import BOUND_S, ClusterRun, actor_pids
 from processes import descendants_of, parent_of
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 
@@ -256,7 +256,7 @@ def test_the_processes_of_a_run_are_forks_unless_the_user_says_no(four_cpus, tmp
     raylet = four_cpus.head_node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
     with ClusterRun(four_cpus, tmp_path / "run", "--workers", "2", *words, *options) as run:
         run.until_training(2)
-        processes = actors(four_cpus, "WorkerActor") + actors(four_cpus, "CenterActor")
+        processes = actor_pids(four_cpus, "WorkerActor") + actor_pids(four_cpus, "CenterActor")
         servers = {parent_of(pid) for pid in processes}
     assert len(processes) == 3
     assert len(servers) == 1

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from clusters import ClusterRun, actors
+from clusters import ClusterRun, actor_pids
 from ensembles import Ensemble, tiny_images
 
 from raydl.checkpoint.store import CheckpointStore
@@ -144,13 +144,13 @@ def test_a_replacement_continues_with_the_replica_of_the_leaver(
     options += ["--method", method]
     with ClusterRun(four_cpus, tmp_path / "run", *options, words=words) as run:
         run.until_training(2)
-        before = set(actors(four_cpus, "WorkerActor"))
+        before = set(actor_pids(four_cpus, "WorkerActor"))
         command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
         subprocess.run(command, capture_output=True, timeout=60, check=True)
-        run.until_said("w2 joins")
+        run.until_logged("w2 joins")
         run.until_training(2)
-        run.until(lambda: before - set(actors(four_cpus, "WorkerActor")))
-        (leaver,) = before - set(actors(four_cpus, "WorkerActor"))
+        run.until(lambda: before - set(actor_pids(four_cpus, "WorkerActor")))
+        (leaver,) = before - set(actor_pids(four_cpus, "WorkerActor"))
         run.process.terminate()
         assert run.process.wait(timeout=100) == 143, run.output
     assert "starts from the center" not in run.output

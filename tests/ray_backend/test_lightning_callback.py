@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 from repository import ROOT
-from user_loops import Threads, attach_alone, copied, same, settings
+from user_loops import Threads, attach_alone, copy_state, equal_states, user_loop_config
 
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
@@ -56,13 +56,13 @@ def test_the_module_is_validated_saved_and_left_as_the_center(job, tmp_path, alo
         seen = []  # noqa: RUF012
 
         def on_validation_epoch_start(self):
-            self.seen.append(same(copied(self), alone.elastic.center_state_dict()))
+            self.seen.append(equal_states(copy_state(self), alone.elastic.center_state_dict()))
 
     trainer, module = fit(job, tmp_path, alone, module=Watched())
     assert module.seen == [True] * 3  # before the training, and after each epoch
     assert alone.elastic is None, "it has left the others"
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
-    assert same(saved["state_dict"], copied(module))
+    assert equal_states(saved["state_dict"], copy_state(module))
 
 
 @pytest.mark.processes
@@ -71,7 +71,7 @@ def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_pat
     trainer, _ = fit(job, tmp_path / "part", alone, epochs=1)
     checkpoint = trainer.checkpoint_callback.best_model_path
     _, resumed = fit(job, tmp_path / "rest", alone, epochs=3, ckpt_path=checkpoint)
-    assert same(copied(whole), copied(resumed))
+    assert equal_states(copy_state(whole), copy_state(resumed))
 
 
 @pytest.mark.processes
@@ -87,19 +87,19 @@ def test_accumulation_clipping_and_schedules_give_the_steps_of_the_plain_module(
             return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
 
     def attach(model, optimizer, *, worker_id=None, **_):  # without an exchange in so few steps
-        config = settings(MethodConfig(name="sync-easgd", period=10**6), 1)
+        config = user_loop_config(MethodConfig(name="sync-easgd", period=10**6), 1)
         elastic = Threads(config).attach(model, optimizer, worker_id)
-        monkeypatch.setattr(elastic, "center_state_dict", lambda: copied(model))
+        monkeypatch.setattr(elastic, "center_state_dict", lambda: copy_state(model))
         return elastic
 
     monkeypatch.setattr(lightning_callback, "attach", attach)
     callbacks = [None, lightning_callback.LightningCallback(worker_id="w0")]
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     ends = [
-        copied(fit(job, tmp_path / str(n), callback, module=Scheduled(), trainer=options)[1])
+        copy_state(fit(job, tmp_path / str(n), callback, module=Scheduled(), trainer=options)[1])
         for n, callback in enumerate(callbacks)
     ]
-    assert same(*ends)
+    assert equal_states(*ends)
 
 
 @pytest.mark.processes
@@ -109,7 +109,7 @@ def test_weights_that_are_saved_alone_are_those_of_the_center(job, tmp_path, alo
     saving = ModelCheckpoint(dirpath=tmp_path / "saved", save_weights_only=True)
     _, module = fit(job, tmp_path, alone, trainer={"callbacks": [alone, saving]})
     saved = torch.load(saving.best_model_path, weights_only=True)
-    assert same(saved["state_dict"], copied(module))
+    assert equal_states(saved["state_dict"], copy_state(module))
 
 
 @pytest.fixture
@@ -146,14 +146,14 @@ def test_a_checkpoint_that_an_error_causes_has_the_center_and_the_replica(
         fit(job, tmp_path, alone, module=broken, trainer={"callbacks": [alone, saving]})
     (path,) = (tmp_path / "saved").iterdir()
     saved = torch.load(path, weights_only=True)["state_dict"]
-    assert not same(saved, copied(broken))
+    assert not equal_states(saved, copy_state(broken))
     if is_alone:
         return
     (state,) = torch.load(path, weights_only=True)["optimizer_states"]
     assert torch.equal(flat_of(saved), state["center"]["weights"])
-    assert torch.equal(flat_of(copied(broken)), state["replica"]["weights"])
+    assert torch.equal(flat_of(copy_state(broken)), state["replica"]["weights"])
     _, module = fit(job, tmp_path / "again", alone, ckpt_path=str(path))  # goes on with both
-    assert not same(saved, copied(module))
+    assert not equal_states(saved, copy_state(module))
 
 
 def flat_of(state):
@@ -173,7 +173,7 @@ def test_an_error_before_the_worker_has_joined_is_the_only_one(job, tmp_path, al
     with pytest.raises(ZeroDivisionError, match="my own mistake"):
         fit(job, tmp_path, alone, module=module, trainer={"callbacks": [alone, saving]})
     saved = torch.load(saving.ckpt_path, weights_only=True)["state_dict"]
-    assert same(saved, copied(module))
+    assert equal_states(saved, copy_state(module))
 
 
 @pytest.mark.processes

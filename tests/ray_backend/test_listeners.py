@@ -12,7 +12,7 @@ from ipaddress import ip_address
 import grpc
 import pytest
 import torch.distributed
-from clusters import ClusterRun, nodes
+from clusters import ClusterRun, start_cluster
 from processes import command_of, descendants_of, listeners_of
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
@@ -42,7 +42,7 @@ VALIDATE_AND_PING = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\x0d"
 def run(tmp_path_factory):
     """A run on a cluster of two nodes, with an address that other hosts reach."""
     with (
-        nodes(1, 1, kind=Cluster) as cluster,
+        start_cluster(1, 1, kind=Cluster) as cluster,
         ClusterRun(cluster, tmp_path_factory.mktemp("runs") / "run", *LONG) as run,
     ):
         run.until_training(2)

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 import ray
-from clusters import nodes
+from clusters import start_cluster
 from ray.cluster_utils import Cluster
 
 from raydl.ray_backend.ray_metrics import RayMetrics
@@ -38,7 +38,7 @@ class Driver:
 
 @pytest.fixture
 def cluster():
-    with nodes(1, kind=Cluster) as cluster:
+    with start_cluster(1, kind=Cluster) as cluster:
         ray.init(address=cluster.address)
         yield
         ray.shutdown()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from checkpoints import make_checkpoint
-from clusters import actors
-from s3_server import s3_server, use_keys_of_nobody
+from clusters import actor_pids
+from s3_server import s3_server, use_test_credentials
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore
@@ -77,7 +77,7 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
     assert any(line.startswith("generation 3: ") for lines in logged for line in lines)
     assert best.checkpoint is not None
     deadline = time.monotonic() + 60
-    while left := actors(four_cpus, "WorkerActor"):
+    while left := actor_pids(four_cpus, "WorkerActor"):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -136,7 +136,7 @@ def test_a_new_checkpoint_is_reported_once_from_a_folder_or_a_uri(form, tmp_path
 @pytest.mark.filterwarnings(*QUIET)
 def test_a_checkpoint_in_an_object_store_is_reported(monkeypatch, tmp_path):
     """Tune copies it to the storage of the search, and needs its file system to do so."""
-    use_keys_of_nobody(monkeypatch, tmp_path)
+    use_test_credentials(monkeypatch, tmp_path)
     with s3_server() as url:
         address = url.removeprefix("http://")
         query = f"?scheme=http&endpoint_override={address}&allow_bucket_creation=true"

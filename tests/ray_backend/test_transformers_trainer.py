@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 import torch
-from user_loops import attach_alone, copied, same
+from user_loops import attach_alone, copy_state, equal_states
 
 import raydl
 from raydl.config import ElasticConfig
@@ -70,7 +70,7 @@ def test_the_trainer_evaluates_saves_and_ends_with_the_center(job, tmp_path, alo
     seen, evaluation_loop = [], trainer.evaluation_loop
 
     def look(*arguments, **named):
-        seen.append(same(copied(model), callback.elastic.center_state_dict()))
+        seen.append(equal_states(copy_state(model), callback.elastic.center_state_dict()))
         return evaluation_loop(*arguments, **named)
 
     monkeypatch.setattr(trainer, "evaluation_loop", look)
@@ -81,7 +81,7 @@ def test_the_trainer_evaluates_saves_and_ends_with_the_center(job, tmp_path, alo
     # The last checkpoint was written after the last step: its adapter is the center, too.
     saved = load_file(tmp_path / f"checkpoint-{STEPS}/adapter_model.safetensors")
     own = peft.get_peft_model_state_dict(model)
-    assert same(saved, {name: own[name] for name in saved})
+    assert equal_states(saved, {name: own[name] for name in saved})
     folder = str(tmp_path / f"checkpoint-{STEPS}")
     base = job["BertForSequenceClassification"](job["SIZE"])
     loaded = peft.PeftModel.from_pretrained(base, folder)
@@ -96,8 +96,8 @@ def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_pat
         trainer, model = trainer_of(job, tmp_path, save_steps=STEPS // 2)
         raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
         trainer.train(resume_from_checkpoint=checkpoint)
-        ends.append(copied(model))
-    assert same(*ends)
+        ends.append(copy_state(model))
+    assert equal_states(*ends)
 
 
 @pytest.mark.processes
@@ -129,9 +129,9 @@ def test_a_trainer_trains_again_and_an_error_lets_its_worker_leave(job, tmp_path
     trainer, model = trainer_of(job, tmp_path, save_strategy="no")
     callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
     trainer.train()
-    first = copied(model)
+    first = copy_state(model)
     trainer.train()
-    assert not same(first, copied(model))
+    assert not equal_states(first, copy_state(model))
     training_step = trainer.training_step
 
     def broken(*arguments, **named):
@@ -168,14 +168,14 @@ def test_other_callbacks_see_the_center_at_the_end(job, tmp_path, alone):
             self.elastic = callback.elastic
 
         def on_train_end(self, *_, model, **__):
-            self.seen = copied(model)
+            self.seen = copy_state(model)
 
     looking = Looking()
     trainer, _ = trainer_of(job, tmp_path, save_strategy="no")
     trainer.add_callback(looking)
     callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
     trainer.train()
-    assert same(looking.seen, looking.elastic.center_state_dict())
+    assert equal_states(looking.seen, looking.elastic.center_state_dict())
 
 
 @pytest.mark.processes

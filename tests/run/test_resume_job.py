@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from old_runs import grow_old
+from old_runs import age_event_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydl import cli
@@ -65,7 +65,7 @@ def leave_lost_attempt(run, monkeypatch, submission):
     assert cli.main(["train", *train_options(run)]) == 0
     shutil.rmtree(run / "checkpoints")
     (run / "result.json").unlink()
-    grow_old(run)
+    age_event_file(run)
 
 
 def test_a_run_that_was_lost_before_it_wrote_anything_is_begun(tmp_path, monkeypatch):

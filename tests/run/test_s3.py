@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 from checkpoints import make_checkpoint as make
-from s3_server import s3_client, s3_server, use_keys_of_nobody
+from s3_server import s3_client, s3_server, use_test_credentials
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import raydl.data

@@ -15,7 +15,7 @@ from image_files import png_of as png
 from image_files import write_idx as idx
 from image_files import write_parquet
 from PIL import Image
-from s3_server import s3_server, use_keys_of_nobody
+from s3_server import s3_server, use_test_credentials
 
 from raydl import cli
 from raydl.config import InputConfig
@@ -286,7 +286,7 @@ def test_the_remains_of_a_killed_conversion_are_not_loaded(source, tmp_path, tar
 @pytest.fixture
 def bucket(monkeypatch, tmp_path):
     """The URI of an empty bucket on a local server."""
-    use_keys_of_nobody(monkeypatch, tmp_path)
+    use_test_credentials(monkeypatch, tmp_path)
     with s3_server() as url:
         place = url.removeprefix("http://")
         query = f"?scheme=http&endpoint_override={place}&allow_bucket_creation=true"

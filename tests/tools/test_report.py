@@ -6,7 +6,7 @@ from html import unescape
 
 import pytest
 from pyarrow import fs
-from run_pages import CONFIG, Walk, facts_of, write_run
+from run_pages import CONFIG, PageParser, facts_of, write_run
 
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ from raydl.tools.report.style import CSS
 
 def test_the_parser_detects_a_tag_that_is_not_closed():
     with pytest.raises(AssertionError):
-        Walk("<p><b>words</p>")
+        PageParser("<p><b>words</p>")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def page(run):
 
 
 def test_the_page_of_a_run_is_well_formed_and_fetches_nothing(page):
-    walk = Walk(page)
+    walk = PageParser(page)
     assert walk.fetched == []
     assert not {"script", "link", "img", "iframe", "object"} & set(walk.tags)
     assert not re.search(r"url\(|@import|https?://", page)
@@ -50,7 +50,7 @@ def test_the_page_of_a_run_is_well_formed_and_fetches_nothing(page):
 
 def test_the_page_of_a_run_has_its_headline(run, page):
     result = json.loads((run / "result.json").read_text())
-    text = Walk(page).text
+    text = PageParser(page).text
     assert text.startswith("tiny tiny sync-easgd · mlp · digits")
     assert f"Center accuracy {result['center_accuracy']:.2%}" in text
     assert f"Samples {result['samples']:,} 3.0 epochs" in text
@@ -59,7 +59,7 @@ def test_the_page_of_a_run_has_its_headline(run, page):
 
 
 def test_the_page_of_a_run_has_every_section_and_every_curve(page):
-    text = Walk(page).text
+    text = PageParser(page).text
     for title in (
         "Test accuracy of the center, over samples", "Test accuracy of the center, over time",
         "Training loss, over samples", "Training loss, over time", "Samples per second, over time",
@@ -76,7 +76,7 @@ def test_the_page_of_a_run_has_every_section_and_every_curve(page):
 
 def test_the_page_of_a_run_has_all_its_settings_and_versions(run, page):
     written = json.loads((run / "config.json").read_text())
-    text = Walk(page).text
+    text = PageParser(page).text
     assert f"training.seed {written['config']['training']['seed']}" in text
     assert "method.name sync-easgd" in text
     assert f"torch {written['versions']['torch']}" in text
@@ -87,7 +87,7 @@ def test_the_page_of_a_run_has_all_its_settings_and_versions(run, page):
 def test_the_command_writes_into_the_folder_of_the_run(run, capsys):
     assert cli.main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == f"{run}/report.html"
-    Walk((run / "report.html").read_text())
+    PageParser((run / "report.html").read_text())
 
 
 def test_the_key_of_a_time_part_has_the_color_of_its_bar_and_of_the_style_sheet(page):
@@ -139,7 +139,7 @@ def test_the_folders_above_a_page_are_created(tmp_path):
     write_run(tmp_path / "a")
     out = str(tmp_path / "pages/of/a.html")
     assert write_report([str(tmp_path / "a")], out=out) == out
-    Walk((tmp_path / "pages/of/a.html").read_text())
+    PageParser((tmp_path / "pages/of/a.html").read_text())
 
 
 def test_a_missing_argument_gives_one_sentence(capsys):
@@ -169,7 +169,7 @@ def test_a_page_that_can_not_be_written_gives_one_sentence(tmp_path):
 
 
 def test_the_page_says_that_event_files_are_missing(tmp_path):
-    text = Walk(make_page([read_run(str(write_run(tmp_path / "a")))])).text
+    text = PageParser(make_page([read_run(str(write_run(tmp_path / "a")))])).text
     assert "Event files are missing: there are no curves" in text
     assert "Center accuracy 75.00%" in text
     assert "No membership was recorded" in text
@@ -177,7 +177,7 @@ def test_the_page_says_that_event_files_are_missing(tmp_path):
 
 def test_the_page_of_a_running_run_has_its_last_reported_state(tmp_path):
     folder = write_run(tmp_path / "a", state="training", result={"samples": 7})
-    text = Walk(make_page([read_run(str(folder))])).text
+    text = PageParser(make_page([read_run(str(folder))])).text
     assert "not ended: training, last reported at 1970-01-01 00:00:00 UTC" in text
     assert "written no result yet" in text
     assert "1,234" in text, "the result is of an earlier start"
@@ -185,7 +185,7 @@ def test_the_page_of_a_running_run_has_its_last_reported_state(tmp_path):
 
 def test_the_page_of_a_failed_run_says_why_it_failed(tmp_path):
     folder = write_run(tmp_path / "a", state="failed: the loss became NaN")
-    assert "failed: the loss became NaN" in Walk(make_page([read_run(str(folder))])).text
+    assert "failed: the loss became NaN" in PageParser(make_page([read_run(str(folder))])).text
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_page_of_a_failed_run_says_why_it_failed(tmp_path):
 def test_the_result_of_an_earlier_start_is_not_shown(tmp_path, state, samples):
     result = {"samples": samples, "center_accuracy": 0.99}
     folder = write_run(tmp_path / "a", state=state, result=result)
-    text = Walk(make_page([read_run(str(folder))])).text
+    text = PageParser(make_page([read_run(str(folder))])).text
     assert "Samples 1,234" in text
     assert "Center accuracy 75.00%" in text
     assert "written no result yet" in text
@@ -220,7 +220,7 @@ def test_damaged_files_are_named_and_the_others_are_shown(tmp_path):
     (folder / "events.out.tfevents.1").write_bytes(b"\xff" * 64)
     (folder / "checkpoints/round-1").mkdir(parents=True)
     (folder / "checkpoints/round-1/manifest.json").write_text("[]")
-    text = Walk(make_page([read_run(str(folder))])).text
+    text = PageParser(make_page([read_run(str(folder))])).text
     assert "result.json cannot be read" in text
     assert "status.json cannot be read" in text
     assert "round-1" in text
@@ -229,7 +229,7 @@ def test_damaged_files_are_named_and_the_others_are_shown(tmp_path):
 def test_invalid_figures_are_shown_as_dashes(tmp_path):
     result = {"center_accuracy": float("nan"), "samples": "many", "time_parts": 3, "allreduce": 1}
     folder = write_run(tmp_path / "a", result=result)
-    assert "Center accuracy -" in Walk(make_page([read_run(str(folder))])).text
+    assert "Center accuracy -" in PageParser(make_page([read_run(str(folder))])).text
 
 
 def test_without_event_files_the_curve_is_made_from_the_result(tmp_path):
@@ -259,7 +259,7 @@ def test_hostile_names_are_escaped():
         notes=(hostile,),
     )
     for page in (make_page([run]), make_page([run, facts_of("b")])):
-        walk = Walk(page)
+        walk = PageParser(page)
         assert "script" not in walk.tags
         assert hostile in walk.text
         assert "<script" not in page
@@ -284,7 +284,7 @@ def long_run(num_generations):
 def test_the_page_of_a_run_with_thousands_of_generations_stays_small():
     short, long = (make_page([long_run(count)]) for count in (2000, 10_000))
     assert len(long) < 1.1 * len(short)
-    text = Walk(long).text
+    text = PageParser(long).text
     assert "The first and the last 500 of 10,000 generations" in text
     assert "The first and the last 500 of 10,000 events" in text
     assert "w1 was lost" in text
@@ -296,7 +296,7 @@ def test_with_too_many_workers_for_a_chart_their_spread_is_drawn():
     curves = {f"worker_{n}_s/w{i}": step for i in range(17) for n in ("step", "waited")}
     whiches = ("least", "median", "most")
     curves |= {f"workers/{n}_{w}": step for n in ("step_s", "waited_s") for w in whiches}
-    text = Walk(make_page([facts_of("many", history=History(curves, num_starts=1))])).text
+    text = PageParser(make_page([facts_of("many", history=History(curves, num_starts=1))])).text
     assert "Seconds of a local step: least, median and most of all workers, over time" in text
     assert "Seconds waited in a round: least, median and most of all workers, over time" in text
 
@@ -314,7 +314,7 @@ def test_several_runs_share_charts_below_a_table(tmp_path, run):
     out = write_report([str(run), str(other)], out=str(tmp_path / "both.html"))
     page = (tmp_path / "both.html").read_text()
     assert out == str(tmp_path / "both.html")
-    walk = Walk(page)
+    walk = PageParser(page)
     assert walk.text.startswith("2 runs compared 2 runs compared run method center accuracy")
     assert "Settings that differ" in walk.text
     assert "mlp:Deep" in walk.text
@@ -392,7 +392,7 @@ def test_a_run_given_twice_is_reported_once(tmp_path):
 
 def test_a_timeline_of_very_many_generations_is_folded():
     events = tuple(LoggedEvent(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
-    text = Walk(make_page([facts_of(history=History({}, events, num_starts=1))])).text
+    text = PageParser(make_page([facts_of(history=History({}, events, num_starts=1))])).text
     assert "All 100 generations" in text
     assert "w99 joins" in text
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from run_pages import Walk, facts_of, write_run
+from run_pages import PageParser, facts_of, write_run
 
 from raydl.metrics import TensorBoardWriter
 from raydl.tools.report import make_page, read_run
@@ -58,7 +58,7 @@ def test_the_event_files_of_a_comparison_are_not_starts(tmp_path):
     (folder / "events.out.tfevents.2.host.compare").write_bytes(added)
     run = read_run(str(folder))
     assert run.history.num_starts == 1
-    assert "resumed" not in Walk(make_page([run])).text
+    assert "resumed" not in PageParser(make_page([run])).text
 
 
 def test_the_line_of_workers_omits_generations_that_a_resumed_start_replaced():

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, actors, expendable, nodes
+from clusters import ClusterRun, actor_pids, removable_nodes, start_cluster
 from processes import stopped_processes
 from safetensors.torch import load_file
 
@@ -39,7 +39,7 @@ class Machines:
 
     def signal(self, name, number):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(actors(self.cluster, name)[0], number)
+            os.kill(actor_pids(self.cluster, name)[0], number)
         self.num_losses += 1
 
     def until_again(self, words, act):
@@ -64,10 +64,10 @@ class Machines:
 
     def kill_center(self):
         self.signal("CenterActor", signal.SIGKILL)
-        self.run.until_said("center was lost")
+        self.run.until_logged("center was lost")
 
     def drain_node(self):
-        node = expendable(self.cluster)[0]
+        node = removable_nodes(self.cluster)[0]
         self.cluster.add_node(num_cpus=1)
         ray = Path(sys.executable).with_name("ray")
         words = [
@@ -80,15 +80,15 @@ class Machines:
             subprocess.run(words, check=True, capture_output=True, timeout=60)
 
         self.until_again(r"generation \d+: .*joins", drain)
-        self.run.until_said("draining node")
+        self.run.until_logged("draining node")
         self.cluster.remove_node(node, allow_graceful=False)
 
     def lose_nodes(self):
         """Lose two of three nodes: fewer workers are left than may train."""
         self.num_losses += 2
-        for node in expendable(self.cluster)[:2]:
+        for node in removable_nodes(self.cluster)[:2]:
             self.cluster.remove_node(node, allow_graceful=False)
-        self.run.until_said("1 of 2 workers are left")
+        self.run.until_logged("1 of 2 workers are left")
         self.cluster.add_node(num_cpus=1)
         self.cluster.add_node(num_cpus=1)
 
@@ -103,7 +103,7 @@ def counts_of(folder):
 @pytest.fixture(scope="module")
 def cluster():
     """A head, and three nodes for a worker each; a run leaves as many as there were."""
-    with nodes(0, 1, 1, 1) as cluster:
+    with start_cluster(0, 1, 1, 1) as cluster:
         yield cluster
 
 
@@ -122,7 +122,7 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
     with ClusterRun(cluster, folder, *options, "--epochs", "9999", faults=cut_off) as run:
         machines = Machines(cluster, run)
         run.until_training(3)
-        run.until_said("was lost: it did not answer for")
+        run.until_logged("was lost: it did not answer for")
         machines.num_losses += 1
         for strike in (
             machines.kill_worker,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, actors, actors_on, expendable, nodes
+from clusters import ClusterRun, actor_pids, actor_pids_on, removable_nodes, start_cluster
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
@@ -98,7 +98,7 @@ def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tm
     options = ["--model", "origins:model", "--epochs", "9999", "--period", "4", "--workers", "2:3"]
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         # On a busy machine a worker may be late before the fault, too.
-        run.until_said("fault 1: slow")
+        run.until_logged("fault 1: slow")
         later = r"fault 1: slow(?s:.*)(w\d+) is late and left out(?s:.*)\1 returns"
         run.until(lambda: re.search(later, run.output))
         stop(run)
@@ -107,11 +107,11 @@ def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tm
 
 def test_a_hot_spare_takes_the_place_of_a_killed_worker_in_the_next_generation(four_cpus, tmp_path):
     options = ["--model", "origins:model", "--epochs", "9999", "--period", "4", "--workers", "2"]
-    earlier = set(actors(four_cpus, "WorkerActor"))
+    earlier = set(actor_pids(four_cpus, "WorkerActor"))
     with ClusterRun(four_cpus, tmp_path / "run", *options, "--spares", "1") as run:
 
         def ours():
-            return set(actors(four_cpus, "WorkerActor")) - earlier
+            return set(actor_pids(four_cpus, "WorkerActor")) - earlier
 
         def states():
             return [worker["state"] for worker in run.status()["workers"]]
@@ -141,18 +141,18 @@ def test_a_worker_cut_off_is_lost_and_replaced(four_cpus, tmp_path):
 
 @pytest.mark.slow
 def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
-    with nodes(0, 1, 1, 1) as cluster:
+    with start_cluster(0, 1, 1, 1) as cluster:
         options = ["--model", "origins:model", "--epochs", "9999", "--period", "4"]
         with ClusterRun(cluster, tmp_path / "run", *options, "--workers", "1:3") as run:
             run.until_training(3)
-            dead, drained = expendable(cluster)[:2]
-            (leaver,) = actors_on(drained, "WorkerActor")
+            dead, drained = removable_nodes(cluster)[:2]
+            (leaver,) = actor_pids_on(drained, "WorkerActor")
             cluster.add_node(num_cpus=1)
             drain(cluster, drained.node_id)
             run.until(lambda: re.search(r"generation \d+: .*w3 joins", run.output))
             cluster.remove_node(drained, allow_graceful=False)  # before its deadline
             dead.kill_raylet()
-            run.until_said("was lost: ")
+            run.until_logged("was lost: ")
             run.until_training(2)
             cluster.add_node(num_cpus=1)
             run.until_training(3)
@@ -182,13 +182,13 @@ def stop(run):
 
 @pytest.mark.slow
 def test_below_the_minimum_the_run_waits_logs_the_reason_and_continues(tmp_path):
-    with nodes(0, 1, 1) as cluster:
+    with start_cluster(0, 1, 1) as cluster:
         options = ["--epochs", "300", "--period", "4", "--workers", "2"]
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
             run.until_training(2)
-            cluster.remove_node(expendable(cluster)[0], allow_graceful=False)
-            run.until_said("1 of 2 workers are left")
-            run.until_said("with {CPU: 1}")
+            cluster.remove_node(removable_nodes(cluster)[0], allow_graceful=False)
+            run.until_logged("1 of 2 workers are left")
+            run.until_logged("with {CPU: 1}")
             run.until(lambda: list(run.path.glob("checkpoints/*/manifest.json")))
             cluster.add_node(num_cpus=1)
             check_end(run, epochs=300, faults=0)
@@ -199,14 +199,14 @@ def test_below_the_minimum_the_run_waits_logs_the_reason_and_continues(tmp_path)
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 def test_three_quarters_of_twelve_workers_may_be_lost_within_a_second(tmp_path, method):
     """As often as ``RAYDL_MASS_LOSSES`` says; each time once all twelve train again."""
-    with nodes(12) as cluster:
+    with start_cluster(12) as cluster:
         options = ["--method", method, "--period", "4", "--epochs", "99999", "--workers", "1:12"]
         options += ["--elastic.max-restarts", "3"]  # those of one event count as one
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
             for _ in range(int(os.environ.get("RAYDL_MASS_LOSSES", "1"))):
                 run.until_training(12)
                 before = run.status()["num_samples"]
-                chosen = random.sample(actors(cluster, "WorkerActor"), 9)
+                chosen = random.sample(actor_pids(cluster, "WorkerActor"), 9)
                 began = time.monotonic()
                 for pid in chosen:
                     os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ import time
 from ipaddress import ip_address
 
 import pytest
-from clusters import address_of
+from clusters import cluster_environment
 from processes import descendants_of, environment_of, listeners_of, processes_that
 
 from raydl import cli
@@ -42,7 +42,7 @@ class Run:
         self.path = path
         self.log = path.with_suffix(".log")
         words = [sys.executable, "-m", "raydl", "train", *OPTIONS, "--run-dir", str(path), *options]
-        environment = {**os.environ, **address_of(self.address), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **cluster_environment(self.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 words, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, actors, expendable, nodes
+from clusters import ClusterRun, actor_pids, removable_nodes, start_cluster
 from processes import resident_bytes, stopped_processes
 from safetensors.torch import load_file
 
@@ -42,21 +42,21 @@ class Storm:
             self.done.append(kind)
 
     def kill(self):
-        os.kill(self.random.choice(actors(self.cluster, "WorkerActor")), signal.SIGKILL)
+        os.kill(self.random.choice(actor_pids(self.cluster, "WorkerActor")), signal.SIGKILL)
 
     def halt(self):
-        os.kill(self.random.choice(actors(self.cluster, "WorkerActor")), signal.SIGSTOP)
+        os.kill(self.random.choice(actor_pids(self.cluster, "WorkerActor")), signal.SIGSTOP)
 
     def center(self):
-        os.kill(actors(self.cluster, "CenterActor")[0], signal.SIGKILL)
+        os.kill(actor_pids(self.cluster, "CenterActor")[0], signal.SIGKILL)
 
     def node(self):
-        node = self.random.choice(expendable(self.cluster))
+        node = self.random.choice(removable_nodes(self.cluster))
         self.cluster.add_node(num_cpus=1)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def drain(self):
-        node = self.random.choice(expendable(self.cluster))
+        node = self.random.choice(removable_nodes(self.cluster))
         self.cluster.add_node(num_cpus=1)
         ray = Path(sys.executable).with_name("ray")
         subprocess.run(
@@ -73,7 +73,10 @@ class Storm:
 def quiet(request, tmp_path_factory):
     """A method, and the accuracy of a run that nothing disturbed."""
     path = tmp_path_factory.mktemp(request.param) / "quiet"
-    with nodes(4) as cluster, ClusterRun(cluster, path, *options(request.param, "3")) as run:
+    with (
+        start_cluster(4) as cluster,
+        ClusterRun(cluster, path, *options(request.param, "3")) as run,
+    ):
         run.wait(600)
         return request.param, run.result["center_accuracy"]
 
@@ -85,7 +88,7 @@ def options(method, workers):
 
 def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
     method, accuracy = quiet
-    with nodes(1, 1, 1, 1) as cluster:
+    with start_cluster(1, 1, 1, 1) as cluster:
         storm, sizes = Storm(cluster), []
         with ClusterRun(cluster, tmp_path / "run", *options(method, "2:4")) as run:
             run.until_training(4)
@@ -113,7 +116,7 @@ def test_in_a_storm_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatc
     table, folder = counting.write_table(tmp_path / "table"), tmp_path / "run"
     words = ["--data", table, "--method", f"benchmarks.counting:{rule}", *counting.OPTIONS]
     words += ["--workers", "2:4", "--elastic.lease-s", "5", "--checkpoint.every-s", "20"]
-    with nodes(1, 1, 1, 1) as cluster:
+    with start_cluster(1, 1, 1, 1) as cluster:
         storm = Storm(cluster)
         with ClusterRun(cluster, folder, *words, "--epochs", "99999") as run:
             run.until_training(4)

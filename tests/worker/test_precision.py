@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ensembles import SHAPE, Ensemble, linear
-from replicas import batches, deep, replica_of, settings
+from replicas import batches, deep, replica_config, replica_of
 from torch import nn
 from torch.nn import functional
 
@@ -70,7 +70,7 @@ def test_bf16_takes_steps_with_falling_loss_and_keeps_its_weights_in_float32():
 def test_the_center_is_scored_in_the_precision_of_the_run():
     losses = []
     for precision in ("float32", "bf16"):
-        config = settings("sync-easgd", training={"precision": precision})
+        config = replica_config("sync-easgd", training={"precision": precision})
         ensemble = Ensemble(config, num_workers=1)
         evaluated = Evaluator(ensemble.job, ensemble.batches).evaluate(ensemble.first)
         losses.append(evaluated.metrics["loss"])

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from user_loops import Threads, copied, run_all, same, settings
+from user_loops import Threads, copy_state, equal_states, run_all, user_loop_config
 
 import raydl
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -99,7 +99,7 @@ def loop_of(threads, rank, batches, *, set_to_none=True, num_steps=None):
 def test_a_users_loop_trains_the_same_bits_as_a_run(name, period, exchange, set_to_none):
     method = MethodConfig(name=name, period=period)
     ensemble, batches = in_a_run(method, 6, **exchange)
-    threads = Threads(settings(method, 3, **exchange))
+    threads = Threads(user_loop_config(method, 3, **exchange))
     loops = [loop_of(threads, r, batches[r], set_to_none=set_to_none) for r in range(3)]
     for worker, (_, own) in zip(ensemble.workers, run_all(loops), strict=True):
         for key, value in worker.replica.flat.model.state_dict().items():
@@ -114,7 +114,7 @@ def alone(method="sync-easgd", period=2, **exchange):
     torch.manual_seed(3)
     model = net()
     optimizer = sgd(model)
-    threads = Threads(settings(MethodConfig(name=method, period=period), 1, **exchange))
+    threads = Threads(user_loop_config(MethodConfig(name=method, period=period), 1, **exchange))
     return model, optimizer, threads.attach(model, optimizer)
 
 
@@ -131,12 +131,12 @@ def test_inside_center_the_model_holds_the_center_and_afterwards_its_own_weights
     model, optimizer, elastic = alone(method)
     with elastic:
         take_steps(model, optimizer, elastic, 5)
-        before = copied(model)
+        before = copy_state(model)
         with elastic.center() as held:
             assert held is model
-            assert same(copied(model), elastic.center_state_dict())
-            assert not same(before, copied(model))
-        assert same(before, copied(model))
+            assert equal_states(copy_state(model), elastic.center_state_dict())
+            assert not equal_states(before, copy_state(model))
+        assert equal_states(before, copy_state(model))
 
 
 def test_an_evaluation_of_the_center_changes_no_later_step():
@@ -149,8 +149,8 @@ def test_an_evaluation_of_the_center_changes_no_later_step():
                 if evaluates:
                     with elastic.center():
                         model(torch.zeros(4, 1, 4, 4))  # in training mode: the statistics change
-            results.append(copied(model))
-    assert same(*results)
+            results.append(copy_state(model))
+    assert equal_states(*results)
 
 
 def test_a_step_inside_center_is_refused():
@@ -173,14 +173,14 @@ def test_a_loop_resumed_from_its_state_trains_the_same_bits(method, exchange):
         take_steps(model, optimizer, elastic, 4)
         state = roundtrip(elastic.state_dict())
         take_steps(model, optimizer, elastic, 5, first=4)
-        whole, center = copied(model), elastic.center_state_dict()
+        whole, center = copy_state(model), elastic.center_state_dict()
     model, optimizer, elastic = alone(method, **exchange)
     elastic.load_state_dict(state)
     with elastic:
         assert elastic.local_step == 4
         take_steps(model, optimizer, elastic, 5, first=4)
-        assert same(whole, copied(model))
-        assert same(center, elastic.center_state_dict())
+        assert equal_states(whole, copy_state(model))
+        assert equal_states(center, elastic.center_state_dict())
 
 
 def roundtrip(state):
@@ -209,13 +209,13 @@ def test_sparse_gradients_are_checked_too():
     model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = MethodConfig(name="sync-easgd", period=10)
-    with Threads(settings(method, 1)).attach(model, optimizer) as elastic:
-        before = copied(model)
+    with Threads(user_loop_config(method, 1)).attach(model, optimizer) as elastic:
+        before = copy_state(model)
         for factor in (torch.inf, 1.0):
             optimizer.zero_grad()
             (factor * model(torch.tensor([1, 1, 3])).sum()).backward()
             elastic.step()
-            assert same(copied(model), before) == (factor != 1.0)
+            assert equal_states(copy_state(model), before) == (factor != 1.0)
         assert elastic.local_step == 1
 
 
@@ -234,12 +234,14 @@ class Replaced(torch.nn.Linear):
 def test_a_buffer_replaced_in_an_evaluation_is_restored():
     model = Replaced()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Threads(settings(MethodConfig(name="sync-easgd"), 1)).attach(model, optimizer) as elastic:
-        before = copied(model)
+    with Threads(user_loop_config(MethodConfig(name="sync-easgd"), 1)).attach(
+        model, optimizer
+    ) as elastic:
+        before = copy_state(model)
         for _ in range(2):
             with elastic.center():
                 model(torch.ones(4, 2))
-            assert same(before, copied(model))
+            assert equal_states(before, copy_state(model))
 
 
 def test_a_state_must_be_loaded_before_the_worker_joins():
@@ -259,16 +261,16 @@ def test_a_state_that_was_just_read_may_be_loaded_at_any_time(num_steps):
     model, optimizer, elastic = alone()
     with elastic:
         take_steps(model, optimizer, elastic, num_steps)
-        before = copied(model)
+        before = copy_state(model)
         elastic.load_state_dict(elastic.state_dict())
-        assert same(copied(model), before)
+        assert equal_states(copy_state(model), before)
         take_steps(model, optimizer, elastic, 1)
         assert elastic.local_step == num_steps + 1
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 def test_a_worker_that_joined_late_may_load_the_state_that_it_has_just_read(method):
-    threads = Threads(settings(MethodConfig(name=method, period=2), (1, 2)))
+    threads = Threads(user_loop_config(MethodConfig(name=method, period=2), (1, 2)))
     is_first_trained, is_second_done = threading.Event(), threading.Event()
 
     def first():
@@ -303,7 +305,7 @@ def test_a_detached_worker_takes_no_step():
 
 def test_an_attached_model_is_attached_again_only_after_a_detach():
     model, optimizer, elastic = alone()
-    threads = Threads(settings(MethodConfig(name="sync-easgd"), 1))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd"), 1))
     with elastic, pytest.raises(ConfigError, match="already attached to 'run', and would wait for"):
         threads.attach(model, optimizer)
     again = threads.attach(model, optimizer)
@@ -326,11 +328,11 @@ def test_a_layer_that_is_unfrozen_later_is_reported_before_it_is_trained(has_clo
     model = net()
     model[1].requires_grad_(False)
     optimizer = sgd(model)  # has the frozen layer, too
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 1))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 1))
     with threads.attach(model, optimizer) as elastic:
         take_steps(model, optimizer, elastic, 3)
         model[1].requires_grad_(True)
-        before = copied(model)
+        before = copy_state(model)
 
         def closure():
             optimizer.zero_grad()
@@ -342,7 +344,7 @@ def test_a_layer_that_is_unfrozen_later_is_reported_before_it_is_trained(has_clo
             closure()
         with pytest.raises(AttachError, match=r"1\.weight has a gradient but was not trainable at"):
             elastic.step(closure if has_closure else None)
-        assert same(copied(model), before)
+        assert equal_states(copy_state(model), before)
         assert elastic.local_step == 3
 
 
@@ -350,7 +352,7 @@ def test_a_parameter_without_a_gradient_does_not_change():
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     method = MethodConfig(name="sync-easgd", period=10)
-    with Threads(settings(method, 1)).attach(model, optimizer) as elastic:
+    with Threads(user_loop_config(method, 1)).attach(model, optimizer) as elastic:
         before = model[1].weight.clone()
         model[0](torch.ones(1, 2)).sum().backward()
         elastic.step()
@@ -375,7 +377,7 @@ def trained(loop, **settings):
         model, optimizer, elastic = alone("sync-easgd", 20)  # no exchange in so few steps
         with elastic:
             loop(model, elastic if is_attached else optimizer, **settings)
-        models.append(copied(model))
+        models.append(copy_state(model))
     return models
 
 
@@ -424,7 +426,7 @@ def with_hooks(model, optimizer):
 )
 def test_an_unchanged_loop_takes_the_steps_of_its_optimizer(loop):
     plain, attached = trained(loop)
-    assert same(plain, attached)
+    assert equal_states(plain, attached)
 
 
 def test_a_scheduler_and_a_state_of_the_plain_optimizer_belong_to_the_same_groups():
@@ -470,7 +472,7 @@ def test_a_group_can_not_be_added_later():
 def test_an_attached_optimizer_is_not_attached_again():
     model, _, elastic = alone()
     with elastic, pytest.raises(ConfigError, match="is attached already, and would exchange twice"):
-        Threads(settings(MethodConfig(name="sync-easgd"), 1)).attach(model, elastic)
+        Threads(user_loop_config(MethodConfig(name="sync-easgd"), 1)).attach(model, elastic)
 
 
 # checks before anything starts
@@ -535,11 +537,11 @@ def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, se
         name=change.get("method", "async-easgd"), group_size=change.get("group_size", 1)
     )
     exchange = {key: change.get(key, 1) for key in ("center_shards", "fragments")}
-    config = settings(method, change.get("num_workers", 2), **exchange)
-    before = copied(model) if isinstance(model, torch.nn.Module) else {}
+    config = user_loop_config(method, change.get("num_workers", 2), **exchange)
+    before = copy_state(model) if isinstance(model, torch.nn.Module) else {}
     with pytest.raises(RaydlError, match=re.escape(sentence)):
         Threads(config).attach(model, optimizer)
-    assert not before or same(before, copied(model))
+    assert not before or equal_states(before, copy_state(model))
 
 
 def test_outside_a_ray_actor_attach_says_that_it_needs_one():
@@ -549,10 +551,10 @@ def test_outside_a_ray_actor_attach_says_that_it_needs_one():
 
 
 def test_a_worker_with_different_settings_is_told_which():
-    threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 1))
+    threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 1))
     model = net()
     with threads.attach(model, sgd(model)):
-        threads.config = settings(MethodConfig(name="sync-easgd", period=3), 1)
+        threads.config = user_loop_config(MethodConfig(name="sync-easgd", period=3), 1)
         other = net()
         with pytest.raises(ConfigError, match=r"method.period must be .* 'run': it is 2, got 3"):
             threads.attach(other, sgd(other)).rank  # noqa: B018
