@@ -1,4 +1,4 @@
-"""Workers join and leave methods with messages; the others are not disturbed."""
+"""Workers join and leave methods with messages without disturbing the others."""
 
 import pickle
 
@@ -52,7 +52,7 @@ def test_the_assignments_of_remaining_workers_do_not_change():
     enter(coordinator, "w1")
     change(coordinator, 2, "w0", "w2")
     assert spans_of(enter(coordinator, "w2", generation=2)) == [(10, 20)]
-    assignment = settle(coordinator, "w0")  # of the generation that it entered
+    assignment = settle(coordinator, "w0")  # of the generation that w0 entered
     assert (spans_of(assignment), assignment.num_done) == ([(20, 30)], 10)
     assert coordinator.num_refused == 0
 
@@ -80,7 +80,7 @@ def test_records_and_snapshots_have_the_current_membership():
 
 
 def test_a_newcomer_starts_with_the_progress_of_the_others():
-    """With their local steps, and the current center."""
+    """The newcomer gets their local steps and the current center."""
     now = [0.0]
     coordinator = make_coordinator(now=now)
     enter(coordinator, "w0")
@@ -89,7 +89,7 @@ def test_a_newcomer_starts_with_the_progress_of_the_others():
     change(coordinator, 2, "w0", "w2")
     assert (
         coordinator.state()["progress"].local_step == 4
-    )  # w1, which had not entered, has taken 0, then 3
+    )  # w1, which had not entered, took 0 steps, then 3
     change(coordinator, 3, "w2")
     coordinator.pop_records()
     enter(coordinator, "w2", generation=2)
@@ -113,12 +113,12 @@ def test_a_vote_survives_changes_of_membership():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     change(coordinator, 2, "w0", "w2")
-    coordinator.vote(1, stop=1.0)  # sent before the sender knew of the change
+    coordinator.vote(1, stop=1.0)  # sent before its sender knew of the change
     assert settle(coordinator, "w0").outcome is Outcome.STOPPED
     assert enter(coordinator, "w2", generation=2).outcome is Outcome.STOPPED
 
 
-# refused
+# refused messages
 
 
 def test_a_late_message_of_a_lost_worker_is_refused_and_counted_and_changes_nothing():
@@ -160,7 +160,7 @@ def test_a_message_from_before_a_worker_entered_again_is_refused():
     assert settle(coordinator, "w1", generation=1) is None
     assert (shard.num_refused, coordinator.num_refused) == (1, 1)
     assert coordinator.state()["progress"].num_samples == 0
-    # After it entered again, it numbers its messages anew.
+    # After entering again, w0 numbers its messages from the start.
     assert not shard.exchange(request("w1", 0, [1, 2], generation=3)).refusal
     assert settle(coordinator, "w1", generation=3).num_done == 10
     assert values_of(shard).tolist() == [1, 2]
@@ -184,10 +184,10 @@ def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
     message = completing_request("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
     assert "no longer a member" in shard.exchange(message).refusal
     assert (shard.num_refused, coordinator.num_refused) == (0, 1), "it is counted once"
-    assert spans_of(enter(coordinator, "w0")) == [(0, 10)]  # they are trained again
+    assert spans_of(enter(coordinator, "w0")) == [(0, 10)]  # these samples are trained again
 
 
-# the same bits at both ends
+# the same bits at worker and center
 
 
 def encoded(codec, values):
@@ -200,7 +200,7 @@ def decoded(codec, message, size):
 
 
 class CodedWorker:
-    """The worker's side of an elastic exchange with a codec, written out on tensors."""
+    """The worker's side of an elastic exchange with a codec, computed with plain tensors."""
 
     def __init__(self, worker_id, generation, known, codec):
         self.message_id = (worker_id, generation)
@@ -220,7 +220,7 @@ class CodedWorker:
 
 @pytest.mark.parametrize("is_locked", [True, False])
 def test_a_newcomer_and_its_shard_start_with_the_same_copy_of_the_center(is_locked):
-    """Its first answer is the difference to that copy, though others moved the center since."""
+    """Its first answer is the difference to that copy, although another worker moved the center."""
     codec = "topk:1"  # lossless for small whole numbers
     shard = make_shard(Elastic(1.0), 4, is_locked=is_locked, codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))
@@ -229,13 +229,13 @@ def test_a_newcomer_and_its_shard_start_with_the_same_copy_of_the_center(is_lock
     state = shard.change(Membership(2, ("w0", "w2")))
     assert state.weights[0].tolist() == [2, 4, 0, -2]
     new = CodedWorker("w2", 2, state.weights[0], codec)
-    old.exchange(shard, [4.0, 8.0, 0.0, -6.0])  # in between
+    old.exchange(shard, [4.0, 8.0, 0.0, -6.0])  # moves the center before the newcomer's message
     before = values_of(shard)
     assert before.tolist() == [3, 6, 0, -4]
     new.exchange(shard, [1.0, 1.0, 1.0, 1.0])
     assert new.mirror.tolist() == before.tolist()
     assert values_of(shard).tolist() == [2, 3.5, 0.5, -1.5]
-    old.exchange(shard, [0.0] * 4)  # its codec state continued
+    old.exchange(shard, [0.0] * 4)  # the old worker's codec state continues
     assert old.mirror.tolist() == [2, 3.5, 0.5, -1.5]
 
 
@@ -321,7 +321,7 @@ def test_the_last_snapshot_does_not_wait_for_lost_workers():
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
     leave(coordinator, "w0")
     assert coordinator.pop_due() == []
-    change(coordinator, 2, "w0")  # w1 is lost between its last answer and its leaving
+    change(coordinator, 2, "w0")  # w1 is lost after its last answer, before it leaves
     assert coordinator.pop_due() == [Due(2, True)]
     assert coordinator.is_complete()
     change(coordinator, 3, "w0")
@@ -332,7 +332,9 @@ def test_a_run_whose_last_samples_were_lost_is_not_complete_until_others_train_t
     coordinator = make_coordinator(num_samples=20, epochs=1)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
-    assert settle(coordinator, "w0").outcome is Outcome.FINISHED  # w1 has all that is left
+    assert (
+        settle(coordinator, "w0").outcome is Outcome.FINISHED
+    )  # w1 has claimed all remaining samples
     leave(coordinator, "w0")
     change(coordinator, 2, "w0")
     assert not coordinator.is_complete()
@@ -381,18 +383,18 @@ def test_every_position_is_completed_once_whichever_workers_join_or_are_lost(
     method, num_samples, period, events
 ):
     coordinator = make_coordinator(method, num_samples=num_samples, period=period, epochs=2)
-    crowd = Crowd(coordinator)
+    group = ClaimChecker(coordinator)
     for kind, number in events:
-        crowd.happen(kind, number)
-    crowd.finish()
+        group.apply_event(kind, number)
+    group.finish()
     expected = [(epoch, p) for epoch in range(2) for p in range(num_samples)]
-    assert sorted(crowd.done) == expected
+    assert sorted(group.done) == expected
     assert coordinator.is_complete()
-    assert coordinator.num_refused == crowd.num_late
+    assert coordinator.num_refused == group.num_late
 
 
-class Crowd:
-    """Workers that claim and complete positions; a check that no two hold the same one."""
+class ClaimChecker:
+    """Workers that claim and complete positions; checks that no two hold the same one."""
 
     def __init__(self, coordinator):
         self.coordinator, self.generation = coordinator, 1
@@ -400,9 +402,9 @@ class Crowd:
         self.held, self.done, self.gone = {}, [], {}
         self.num_late = 0
         for worker_id in self.entered:
-            self.take(worker_id, enter(coordinator, worker_id))
+            self.note_claims(worker_id, enter(coordinator, worker_id))
 
-    def take(self, worker_id, assignment):
+    def note_claims(self, worker_id, assignment):
         spans = [
             (claim.epoch, p)
             for claim in assignment.claims
@@ -418,7 +420,7 @@ class Crowd:
         else:
             self.coordinator.leave_generation(MessageId(worker_id, self.entered[worker_id], 9))
 
-    def happen(self, kind, number):
+    def apply_event(self, kind, number):
         workers = sorted(self.held)
         if kind == "settle" and workers:
             self.settle(workers[number % len(workers)])
@@ -432,7 +434,7 @@ class Crowd:
     def settle(self, worker_id):
         self.done += self.held.pop(worker_id)
         generation = self.entered[worker_id]
-        self.take(worker_id, settle(self.coordinator, worker_id, generation=generation))
+        self.note_claims(worker_id, settle(self.coordinator, worker_id, generation=generation))
 
     def change(self):
         self.generation += 1
@@ -443,8 +445,8 @@ class Crowd:
         self.entered[worker_id] = self.generation + 1
         self.change()
         generation = self.entered[worker_id]
-        self.take(worker_id, enter(self.coordinator, worker_id, generation=generation))
-        if late is not None:  # a message from before it entered again arrives now
+        self.note_claims(worker_id, enter(self.coordinator, worker_id, generation=generation))
+        if late is not None:  # a message from before the worker entered again arrives now
             assert settle(self.coordinator, worker_id, generation=late) is None
             self.num_late += 1
 
@@ -464,7 +466,7 @@ class Crowd:
 
 
 def test_assignments_are_small():
-    """Each exchange has one, with the ledger in it."""
+    """Each exchange carries one, with the ledger in it."""
     workers = tuple(f"w{i}" for i in range(8))
     coordinator = make_coordinator(num_samples=60_000, period=16, workers=workers)
     for worker_id in workers:

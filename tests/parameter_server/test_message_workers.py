@@ -1,4 +1,4 @@
-"""Whole workers join and leave a center in this process."""
+"""Complete workers join and leave a center in this process."""
 
 import threading
 
@@ -16,10 +16,10 @@ from raydl.parameter_server import ray_transport as remote
 from raydl.parameter_server.protocol import MessageId
 
 
-class Open:
+class ChangingWorkers:
     """Workers that join a center in this process, one after another.
 
-    Each takes a few rounds at most until the next change: a slow machine is not outrun.
+    Each worker takes only a few rounds between two changes, so that a slow machine keeps up.
     """
 
     AT_A_TIME = 10
@@ -50,10 +50,10 @@ class Open:
         for worker_id in worker_ids:
             if worker_id not in before:
                 self.workers[worker_id].join(self.membership, self.client, snapshot)
-        self.go_on()
+        self.allow_rounds()
         return snapshot
 
-    def go_on(self, num_rounds=AT_A_TIME):
+    def allow_rounds(self, num_rounds=AT_A_TIME):
         self.num_left = dict.fromkeys(self.workers, num_rounds)
 
     def run(self, worker_id):
@@ -82,7 +82,7 @@ def test_workers_join_and_leave_while_the_others_train(
     pool, method, compression, center_shards, has_neighbours
 ):
     config = job(method, compression=compression, center_shards=center_shards, epochs=10)
-    run = Open(config, num_workers=4, num_first=3, has_neighbours=has_neighbours)
+    run = ChangingWorkers(config, num_workers=4, num_first=3, has_neighbours=has_neighbours)
     staying = pool.submit(run.run, "w0")
     lost = pool.submit(run.run, "w2")
     dismissed = pool.submit(run.run, "w1")
@@ -93,10 +93,10 @@ def test_workers_join_and_leave_while_the_others_train(
     run.change("w0", "w1", "w3")
     joined = pool.submit(run.run, "w3")
     run.coordinator.dismiss("w1")
-    run.go_on()
+    run.allow_rounds()
     assert dismissed.result(timeout=60) is Outcome.LEFT
     run.change("w0", "w3")
-    run.go_on(10**6)
+    run.allow_rounds(10**6)
     assert staying.result(timeout=60) is Outcome.FINISHED
     assert joined.result(timeout=60) is Outcome.FINISHED
     assert run.coordinator.is_complete()
@@ -109,8 +109,8 @@ def test_workers_join_and_leave_while_the_others_train(
 @pytest.mark.parametrize(
     ("vote", "outcome"), [("regroup", Outcome.REGROUP), ("stop", Outcome.STOPPED)]
 )
-def test_a_worker_that_comes_when_all_are_to_leave_takes_no_step_and_leaves(vote, outcome):
-    run = Open(job("async-easgd"), num_workers=2, num_first=1)
+def test_a_worker_that_joins_when_all_are_leaving_takes_no_step_and_leaves(vote, outcome):
+    run = ChangingWorkers(job("async-easgd"), num_workers=2, num_first=1)
     run.coordinator.vote(1, **{vote: 1.0})
     run.change("w0", "w1")
     before = run.ensemble.center().weights
@@ -121,7 +121,9 @@ def test_a_worker_that_comes_when_all_are_to_leave_takes_no_step_and_leaves(vote
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
 def test_with_a_lossless_codec_a_newcomers_mirror_is_the_center(method):
-    run = Open(job(method, compression="topk:1", center_shards=2), num_workers=2, num_first=1)
+    run = ChangingWorkers(
+        job(method, compression="topk:1", center_shards=2), num_workers=2, num_first=1
+    )
     for _ in range(3):
         run.workers["w0"].run_round()
     run.change("w0", "w1")
@@ -140,7 +142,7 @@ def test_with_a_lossless_codec_a_newcomers_mirror_is_the_center(method):
 
 
 def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
-    run = Open(job("async-sgd"), num_workers=1, num_first=1)
+    run = ChangingWorkers(job("async-sgd"), num_workers=1, num_first=1)
     for _ in range(3):
         run.workers["w0"].run_round()
     center = run.ensemble.center()
@@ -153,7 +155,7 @@ def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
 
 
 def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
-    run = Open(job("async-easgd", center_shards=2), num_workers=1, num_first=1)
+    run = ChangingWorkers(job("async-easgd", center_shards=2), num_workers=1, num_first=1)
     for _ in range(3):
         before = run.ensemble.center()
         run.workers["w0"].run_round()
@@ -164,17 +166,17 @@ def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
 
 
 def test_a_center_restored_from_a_worker_assigns_the_claimed_samples_again():
-    run = Open(job("async-easgd", epochs=1), num_workers=2, num_first=2)
+    run = ChangingWorkers(job("async-easgd", epochs=1), num_workers=2, num_first=2)
     for worker_id in ("w0", "w1", "w0"):
         run.workers[worker_id].run_round()
     copy = run.workers["w0"].runner.strategy.snapshot(is_kept=False, local_step=4)
     ledger = Ledger.from_state_dict(copy.ledger)
     assert ledger.num_free == 96 - copy.progress.num_samples, "what was claimed, too"
-    again = Open(job("async-easgd", epochs=1), num_workers=2, num_first=0)
+    again = ChangingWorkers(job("async-easgd", epochs=1), num_workers=2, num_first=0)
     again.client = again.ensemble._open_center(copy, Membership(5, ("w1",)))
     assert again.coordinator.version == copy.progress.round
     again.workers["w1"].join(Membership(5, ("w1",)), again.client, copy)
-    again.go_on(10**6)
+    again.allow_rounds(10**6)
     assert again.run("w1") is Outcome.FINISHED
     assert again.coordinator.state()["progress"].num_samples == 96
 

@@ -1,4 +1,4 @@
-"""Messages between a worker and the center are applied once, in any order, and answered."""
+"""Messages between a worker and the center are answered and applied once, in any order."""
 
 import threading
 
@@ -20,7 +20,7 @@ from raydl.parameter_server import ray_transport as remote
 from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.protocol import Completion, MessageId
 
-# once
+# messages are applied once
 
 
 def test_elastic_messages_are_answered_with_the_center_before_them():
@@ -43,7 +43,7 @@ def test_a_repeated_message_is_answered_and_changes_nothing():
     assert not again.refusal
     assert shard.num_repeated == 1
     shard.exchange(request("w0", 1, [1, 2]))  # the next one counts
-    shard.exchange(request("w1", 0, [1, 2]))  # and that of another worker
+    shard.exchange(request("w1", 0, [1, 2]))  # and so does that of another worker
     assert values_of(shard).tolist() == [3, 6]
 
 
@@ -57,7 +57,7 @@ def test_a_message_of_a_past_generation_is_refused_and_changes_nothing():
 
 
 def test_hogwild_has_memory_for_as_many_messages_as_are_applied_at_one_time(monkeypatch):
-    """Not one per thread of the center, which has two threads for each worker."""
+    """The center has two threads for each worker; it does not need memory for each thread."""
     made, empty_like = [], torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: made.append(a) or empty_like(*a, **k))
     shard = make_shard(Add(), 2, is_locked=False)
@@ -106,11 +106,11 @@ def test_a_message_without_an_answer_is_resent_and_counts_once(monkeypatch):
     assert shard.num_repeated == 1
 
 
-# at once
+# concurrent messages
 
 
-def hammer(shard, size, num_pushes):
-    """Let two threads add one, many times each; return the largest missing part of a sum."""
+def add_concurrently(shard, size, num_pushes):
+    """Add one many times in two threads; return the largest missing part of a sum."""
     start = threading.Barrier(2)
 
     def run(worker_id):
@@ -129,13 +129,13 @@ def hammer(shard, size, num_pushes):
 
 
 def test_behind_the_lock_no_update_is_ever_lost():
-    assert hammer(make_shard(Add(), 500_000, is_locked=True), 500_000, 150) == 0
+    assert add_concurrently(make_shard(Add(), 500_000, is_locked=True), 500_000, 150) == 0
 
 
-def test_hogwild_adds_at_the_same_time_and_so_loses_parts_of_updates():
-    """The same code without the lock; lost parts show that the additions are concurrent."""
-    for _ in range(20):  # one round is nearly always enough
-        if hammer(make_shard(Add(), 500_000, is_locked=False), 500_000, 150) > 0:
+def test_hogwild_adds_concurrently_and_therefore_loses_parts_of_updates():
+    """This is the same code without the lock; lost parts show that additions are concurrent."""
+    for _ in range(20):  # one attempt is nearly always enough
+        if add_concurrently(make_shard(Add(), 500_000, is_locked=False), 500_000, 150) > 0:
             return
     raise AssertionError("no update was lost in 20 rounds: the threads took turns")
 
@@ -215,7 +215,7 @@ def test_no_worker_waits_for_the_last_samples_of_another():
     coordinator = make_coordinator(num_samples=15)
     enter(coordinator, "w0")
     first, second = enter(coordinator, "w1").claims, settle(coordinator, "w1").claims
-    assert first == [Claim(0, [(10, 15)], 1), Claim(1, [(0, 5)], 1)]  # its two local steps
+    assert first == [Claim(0, [(10, 15)], 1), Claim(1, [(0, 5)], 1)]  # the two local steps of w0
     assert second == [Claim(1, [(5, 15)], 2)]
 
 
@@ -252,12 +252,12 @@ def test_repeated_calls_get_the_same_answers():
     """A connection may break after a call has run and before it was answered."""
     coordinator = make_coordinator("original-easgd")
     first = enter(coordinator, "w0")
-    assert enter(coordinator, "w0") is first  # nothing is claimed twice
-    enter(coordinator, "w1")  # no other turn comes before
+    assert enter(coordinator, "w0") is first  # a repeated call claims nothing
+    enter(coordinator, "w1")  # w1 does not get a turn before w0
     shard = make_shard(Elastic(0.5), 2, coordinator=coordinator)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     coordinator.take_turn(MessageId("w0", 1, 1))
-    coordinator.take_turn(MessageId("w0", 1, 1))  # the turn is held, not waited for
+    coordinator.take_turn(MessageId("w0", 1, 1))  # w0 holds the turn already
     completion = Completion(Header(), 2, ALL, 0.1, 80)
     message = request("w0", 2, [1, 2], generation=1, completion=completion)
     assignment = shard.exchange(message).assignment
@@ -290,7 +290,7 @@ def test_the_claims_of_a_worker_are_free_when_its_generation_ends():
     assert spans_of(enter(coordinator, "w1", generation=3)) == [(0, 10)]
 
 
-def test_local_steps_follow_the_speed_where_the_method_says_so():
+def test_local_steps_follow_the_speed_if_the_method_balances_steps():
     coordinator = make_coordinator("async-diloco", num_samples=1000, period=8)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -308,7 +308,7 @@ def test_a_wait_for_a_turn_that_times_out_names_the_holder():
 
 
 def test_a_request_for_a_turn_that_overtakes_the_end_of_the_last_one_waits():
-    """The center's threads run a worker's calls in any order."""
+    """The threads of the center run the calls of a worker in any order."""
     coordinator = make_coordinator("original-easgd", timeout_s=30.0)
     enter(coordinator, "w0")
     enter(coordinator, "w1")

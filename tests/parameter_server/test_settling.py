@@ -1,4 +1,4 @@
-"""With messages a sample counts once a message with its training has moved the center."""
+"""By messages a sample counts once a message that contains its training has moved the center."""
 
 from collections import Counter
 
@@ -60,7 +60,7 @@ def test_others_train_the_last_steps_of_a_finished_worker_that_is_lost_before_it
 
 
 def test_a_checkpoint_counts_the_samples_trained_in_the_kept_states():
-    """A worker keeps its state at the end of its round; another may have begun by then."""
+    """A worker keeps its state at the end of its round, when the next round may have begun."""
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     coordinator.change(Membership(1, ("w0",)))
@@ -70,9 +70,7 @@ def test_a_checkpoint_counts_the_samples_trained_in_the_kept_states():
     assert kept.keep is not None
     assert coordinator.pop_due() == [Due(kept.keep, True)]
     assert coordinator.state()["progress"].num_samples == 15
-    assert (
-        coordinator.state(is_kept=True)["progress"].num_samples == 20
-    )  # not what it claimed since
+    assert coordinator.state(is_kept=True)["progress"].num_samples == 20  # without its later claims
     settle(coordinator, "w0", num_trained=25)
     assert coordinator.state(is_kept=True)["progress"].num_samples == 25
 
@@ -81,27 +79,29 @@ def test_a_checkpoint_counts_the_samples_trained_in_the_kept_states():
 SENT_OR_OWN = [("async-easgd", True), ("async-diloco", False), ("async-sgd", False)]
 
 
-@pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
-def test_a_checkpoint_counts_unsent_steps_only_if_the_replica_continues_with_them(method, goes_on):
+@pytest.mark.parametrize(("method", "continues"), SENT_OR_OWN)
+def test_a_checkpoint_counts_unsent_steps_only_if_the_replica_continues_with_them(
+    method, continues
+):
     coordinator = make_coordinator(method)
     enter(coordinator, "w0")
     coordinator.change(Membership(1, ("w0",)))
     coordinator.vote(1, checkpoint=1.0)
     assert settle(coordinator, "w0", num_trained=5).keep is not None
-    assert coordinator.state(is_kept=True)["progress"].num_samples == (10 if goes_on else 5)
+    assert coordinator.state(is_kept=True)["progress"].num_samples == (10 if continues else 5)
 
 
-@pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
+@pytest.mark.parametrize(("method", "continues"), SENT_OR_OWN)
 @pytest.mark.parametrize("vote", ["stop", "regroup"])
-def test_unsent_steps_of_a_leaver_count_if_its_replica_continues_with_them(method, goes_on, vote):
+def test_unsent_steps_of_a_leaver_count_if_its_replica_continues_with_them(method, continues, vote):
     coordinator = make_coordinator(method)
     enter(coordinator, "w0")
     coordinator.change(Membership(1, ("w0",)))
     coordinator.vote(1, **{vote: 1.0})
     assert settle(coordinator, "w0", num_trained=5).outcome is not Outcome.GO_ON
     coordinator.leave_generation(MessageId("w0", 1, 9))
-    assert coordinator.state()["progress"].num_samples == (10 if goes_on else 5)
-    assert coordinator.pop_records()[-1].progress.num_samples == (10 if goes_on else 5)
+    assert coordinator.state()["progress"].num_samples == (10 if continues else 5)
+    assert coordinator.pop_records()[-1].progress.num_samples == (10 if continues else 5)
 
 
 def test_an_evaluation_that_is_due_as_a_worker_leaves_is_requested():
@@ -112,9 +112,7 @@ def test_an_evaluation_that_is_due_as_a_worker_leaves_is_requested():
     coordinator.dismiss("w0")
     assert settle(coordinator, "w0", num_trained=5).outcome is Outcome.LEFT
     assert coordinator.pop_due() == []
-    coordinator.leave_generation(
-        MessageId("w0", 1, 9)
-    )  # the first epoch is complete with its last step
+    coordinator.leave_generation(MessageId("w0", 1, 9))  # its last step completes the first epoch
     assert coordinator.pop_due() == [Due(coordinator.version, False)]
 
 
@@ -130,17 +128,17 @@ def test_a_vote_for_a_checkpoint_adds_no_staleness():
     now[0] = 1.0
     settle(coordinator, "w0")
     (record,) = coordinator.pop_records()
-    assert record.staleness == 6 / 7  # each but the first one behind one other exchange
+    assert record.staleness == 6 / 7  # each message but the first is behind one other exchange
 
 
 # workers
 
 
-class Lost(Exception):
-    """A worker was lost."""
+class WorkerDied(Exception):
+    """A worker died in a step."""
 
 
-class Noted(Classification):
+class RecordingTask(Classification):
     """Records the positions that each worker trains; one worker is lost during a step."""
 
     def __init__(self, model, *, dies_at):
@@ -153,7 +151,7 @@ class Noted(Classification):
             self.models.append(model)
         if model is self.models[0]:
             if self.dies_at == 0:
-                raise Lost
+                raise WorkerDied
             self.dies_at -= 1
         self.trained.update(batch[1].tolist())
         return super().loss(model, batch)
@@ -185,7 +183,7 @@ def test_no_untrained_sample_counts_as_done(method, exchange, dies_at):
     """Rounds of 3 steps: the last step is in progress when its message moves the center."""
     images = tiny_images(40)
     images = ImageSet(images.images, np.arange(40), tuple(map(str, range(40))))
-    task = Noted(linear, dies_at=dies_at)
+    task = RecordingTask(linear, dies_at=dies_at)
     ensemble = Ensemble(
         config(method, period=3, epochs=2, exchange=exchange),
         num_workers=2,
@@ -193,7 +191,7 @@ def test_no_untrained_sample_counts_as_done(method, exchange, dies_at):
         task=task,
     ).join()
     lost, stays = ensemble.workers
-    with pytest.raises(Lost):
+    with pytest.raises(WorkerDied):
         run_to_end(lost)
     membership = Membership(2, ("w1",))
     for shard in ensemble.others:
@@ -203,5 +201,5 @@ def test_no_untrained_sample_counts_as_done(method, exchange, dies_at):
     assert ensemble.service.coordinator.is_complete()
     assert ensemble.service.coordinator.state()["progress"].num_samples == 80
     assert min(task.trained[n] for n in range(40)) >= 2
-    # Its trained and unsent steps are trained again: at most a round and its delay.
+    # Its unsent steps are trained again: at most a round and its delay.
     assert sum(task.trained.values()) <= 80 + 2 * (3 + 1)

@@ -28,8 +28,8 @@ SOON_S = 5.0
 ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)
 
 
-class Add(Rule):
-    """c <- c + message, with a record of each update's tally."""
+class RecordingAdd(Rule):
+    """c <- c + message, with a record of the tally of each update."""
 
     sends = Sends.PROGRESS
     steps_replica = False
@@ -42,14 +42,14 @@ class Add(Rule):
         center.add_(total)
 
 
-class Weights(Add):
-    """The same, of weights."""
+class RecordingWeights(RecordingAdd):
+    """The same rule for messages of weights."""
 
     sends = Sends.WEIGHTS
 
 
-class Settling:
-    """A coordinator that records its requests; ``assignment`` None: the worker was removed."""
+class FakeCoordinator:
+    """A coordinator that records its requests; with assignment None the worker was removed."""
 
     def __init__(self, assignment=ASSIGNMENT):
         self.assignment, self.settled, self.repeated = assignment, [], []
@@ -69,7 +69,7 @@ def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, is_locke
         spans or [(0, len(weights))],
         weights,
         torch.tensor(buffers, dtype=torch.float32),
-        rule=rule or Add(),
+        rule=rule or RecordingAdd(),
         make_optimizer=make_optimizer(OptimizerConfig()),
         is_locked=is_locked,
         codec=parse_codec(codec) if codec else None,
@@ -87,12 +87,12 @@ def lists(state):
 
 
 def test_an_update_gets_its_numbers_of_messages_and_samples():
-    rule = Add()
+    rule = RecordingAdd()
     shard_of([0, 0], rule=rule).exchange(request("w0", 0, [1, 2]))
     assert rule.tallies == [Tally(2, num_messages=1, num_samples=1.0)]
 
 
-def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
+def test_each_span_is_moved_by_its_own_messages_which_are_counted_separately():
     shard = shard_of([1, 2, 3, 4], spans=[(0, 1), (2, 4)])
     assert lists(shard.state()) == [[1], [3, 4]]
     assert shard.exchange(request("w0", 0, [1, 1], span=(2, 4))).weights.tolist() == [4, 5]
@@ -105,7 +105,7 @@ def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
 
 @pytest.mark.parametrize("codec", [None, "int8"])
 @pytest.mark.parametrize(("distrust", "center"), [(0.0, 4.0), (0.5, 3.0), (1.0, 2.0)])
-def test_a_distrusted_message_counts_less_at_the_center_that_it_meets(codec, distrust, center):
+def test_a_distrusted_message_moves_the_center_less(codec, distrust, center):
     """c = 2, although both workers began at 0; x = 6 and alpha = 1/2."""
     shard = shard_of([0.0] * 8, rule=Elastic(1.0), codec=codec)
     for worker_id, x, f in (("w0", 4.0, 0.0), ("w1", 6.0, distrust)):
@@ -116,7 +116,7 @@ def test_a_distrusted_message_counts_less_at_the_center_that_it_meets(codec, dis
     assert lists(shard.state())[0] == pytest.approx([center] * 8, rel=1e-5)
 
 
-def test_an_older_message_than_the_newest_is_a_repeated_one():
+def test_a_message_older_than_the_newest_counts_as_repeated():
     shard = shard_of([0.0])
     for sequence in [1, 0, 1, 0]:
         shard.exchange(request("w0", sequence, [1.0]))
@@ -125,7 +125,7 @@ def test_an_older_message_than_the_newest_is_a_repeated_one():
 
 
 def test_an_answer_and_a_copy_do_not_change_with_the_center():
-    shard = shard_of([0.0], buffers=[0.0], coordinator=Settling())
+    shard = shard_of([0.0], buffers=[0.0], coordinator=FakeCoordinator())
     response, state = shard.exchange(request("w0", 0, [1.0])), shard.state()
     later = dataclasses.replace(request("w0", 1, [1.0], completion=ENDS_ROUND), buffers=one(4.0))
     settled = shard.exchange(later)
@@ -145,7 +145,7 @@ def test_an_answer_and_a_copy_do_not_change_with_the_center():
 def test_the_answer_to_a_refused_message_has_the_reason_and_no_values(
     worker_id, generation, reason
 ):
-    shard = shard_of([0.0], coordinator=(settling := Settling()))
+    shard = shard_of([0.0], coordinator=(fake := FakeCoordinator()))
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w1")))
     message = request(worker_id, 0, [1.0], generation=generation, completion=ENDS_ROUND)
@@ -153,7 +153,7 @@ def test_the_answer_to_a_refused_message_has_the_reason_and_no_values(
     assert response.refusal == f"the center refused {reason}"
     assert (response.weights.size, response.buffers.size, response.assignment) == (0, 0, None)
     assert (response.weights.dtype, response.buffers.dtype) == (np.float32, np.float32)
-    assert (shard.num_refused, settling.settled, lists(shard.state())) == (1, [], [[0.0]])
+    assert (shard.num_refused, fake.settled, lists(shard.state())) == (1, [], [[0.0]])
     shard.exchange(message)
     assert shard.num_refused == 2
 
@@ -166,30 +166,30 @@ def one(value):
 
 
 def test_the_answer_to_a_completion_has_an_assignment_once_the_center_has_moved():
-    shard = shard_of([0.0], buffers=[2.0], coordinator=(settling := Settling()))
+    shard = shard_of([0.0], buffers=[2.0], coordinator=(fake := FakeCoordinator()))
     message = dataclasses.replace(request("w0", 0, [1.0], completion=ENDS_ROUND), buffers=one(6.0))
     response = shard.exchange(message)
     assert response.assignment is ASSIGNMENT
     assert response.buffers.tolist() == [4.0]  # b + (6 - b) / 2
     assert shard.state().buffers.tolist() == [4.0]
-    assert (settling.settled, settling.repeated) == ([message], [])
+    assert (fake.settled, fake.repeated) == ([message], [])
     again = shard.exchange(message)
     assert again.assignment is ASSIGNMENT
     assert again.buffers.tolist() == [4.0]
-    assert (settling.settled, settling.repeated) == ([message], [message])
+    assert (fake.settled, fake.repeated) == ([message], [message])
 
 
 def test_a_completion_alone_moves_nothing_and_counts_once():
-    shard = shard_of([1.0], coordinator=(settling := Settling()))
+    shard = shard_of([1.0], coordinator=(fake := FakeCoordinator()))
     message = request("w0", 0, [], span=(0, 0), completion=ENDS_ROUND)
     for _ in range(2):
         response = shard.exchange(message)
         assert (response.weights.tolist(), response.assignment) == ([], ASSIGNMENT)
-    assert (len(settling.settled), len(settling.repeated)) == (1, 1)
+    assert (len(fake.settled), len(fake.repeated)) == (1, 1)
     assert lists(shard.state()) == [[1.0]]
 
 
-@pytest.mark.parametrize("coordinator", [None, Settling()])
+@pytest.mark.parametrize("coordinator", [None, FakeCoordinator()])
 def test_a_message_in_the_middle_of_a_round_gets_no_assignment(coordinator):
     shard = shard_of([0.0], coordinator=coordinator)
     completion = ENDS_ROUND if coordinator is None else None  # only the home shard assigns
@@ -200,8 +200,8 @@ def test_a_message_in_the_middle_of_a_round_gets_no_assignment(coordinator):
 
 
 def test_a_worker_removed_while_its_message_moved_the_center_is_refused():
-    """The coordinator counts this refusal, not the shard."""
-    shard = shard_of([0.0], coordinator=Settling(assignment=None))
+    """The coordinator counts this refusal; the shard does not."""
+    shard = shard_of([0.0], coordinator=FakeCoordinator(assignment=None))
     response = shard.exchange(request("w0", 0, [1.0], completion=ENDS_ROUND))
     assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
     assert response.assignment is None
@@ -220,7 +220,9 @@ def test_a_remaining_worker_continues_its_numbers_and_a_returning_one_starts_ane
     shard.change(Membership(3, ("w0", "w1")))
     shard.exchange(request("w0", 0, [1.0]))  # the same message as before
     assert (shard.num_repeated, lists(shard.state())) == (1, [[2.0]])
-    shard.exchange(request("w1", 0, [1.0], generation=3))  # the first after it entered again
+    shard.exchange(
+        request("w1", 0, [1.0], generation=3)
+    )  # the first message after w1 entered again
     assert (shard.num_repeated, lists(shard.state())) == (1, [[3.0]])
 
 
@@ -236,7 +238,7 @@ def test_a_shard_that_begins_a_generation_lets_all_workers_enter_anew():
 # compressed messages
 
 
-@pytest.mark.parametrize("rule", [Add, Weights])
+@pytest.mark.parametrize("rule", [RecordingAdd, RecordingWeights])
 def test_a_repeated_compressed_message_gets_the_same_answer(rule):
     shard, codec = shard_of([0.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
     message = request("w0", 0, codec.encode(torch.arange(8.0)), span=(0, 8))
@@ -249,8 +251,8 @@ def test_a_repeated_compressed_message_gets_the_same_answer(rule):
     assert lists(shard.state()) == moved
 
 
-class Overtaken:
-    """A lock whose first caller gets it after another one has held and released it."""
+class OvertakenLock:
+    """A lock that its first caller gets only after a second caller has held and released it."""
 
     def __init__(self, lock):
         self._lock, self._calls = lock, itertools.count()
@@ -277,7 +279,7 @@ def exchange_in_thread(shard, message):
 
 @pytest.mark.parametrize("is_locked", [True, False])
 @pytest.mark.parametrize("num_before", [0, 1])
-@pytest.mark.parametrize("rule", [Add, Weights])
+@pytest.mark.parametrize("rule", [RecordingAdd, RecordingWeights])
 def test_a_compressed_message_overtaken_by_its_copy_is_applied_once_and_answered_alike(
     rule, num_before, is_locked
 ):
@@ -290,7 +292,7 @@ def test_a_compressed_message_overtaken_by_its_copy_is_applied_once_and_answered
         shard.exchange(message)
     shard, plain = shards
     [cell] = shard._cells.values()
-    cell.lock = Overtaken(cell.lock)
+    cell.lock = OvertakenLock(cell.lock)
     thread, answers = exchange_in_thread(shard, messages[num_before])
     assert cell.lock.waits.wait(SOON_S)
     answers.append(shard.exchange(messages[num_before]))  # the copy
@@ -300,8 +302,8 @@ def test_a_compressed_message_overtaken_by_its_copy_is_applied_once_and_answered
     assert lists(shard.state()) == lists(plain.state())
 
 
-class Held(Add):
-    """A rule that holds its first update until it is told to go on."""
+class PausingAdd(RecordingAdd):
+    """A rule that pauses in its first update until an event is set."""
 
     def __init__(self):
         super().__init__()
@@ -315,12 +317,12 @@ class Held(Add):
 
 
 def test_with_hogwild_a_copy_waits_for_the_answer_to_the_compressed_message():
-    shard = shard_of([0.0] * 8, rule=(rule := Held()), codec="int8", is_locked=False)
+    shard = shard_of([0.0] * 8, rule=(rule := PausingAdd()), codec="int8", is_locked=False)
     message = request("w0", 0, parse_codec("int8").encode(torch.ones(8)), span=(0, 8))
     first, answers = exchange_in_thread(shard, message)
     assert rule.began.wait(SOON_S)
     copy, others = exchange_in_thread(shard, message)
-    copy.join(0.1)  # without the wait it would be answered by now
+    copy.join(0.1)  # without the wait the copy would be answered by now
     assert (copy.is_alive(), others) == (True, [])
     rule.goes_on.set()
     for thread in (first, copy):
@@ -329,20 +331,20 @@ def test_with_hogwild_a_copy_waits_for_the_answer_to_the_compressed_message():
     assert len(rule.tallies) == 1
 
 
-@pytest.mark.parametrize("rule", [Add, Weights])
+@pytest.mark.parametrize("rule", [RecordingAdd, RecordingWeights])
 def test_the_decoded_answer_moves_the_workers_mirror_to_the_center(rule):
-    """After the message for progress, before it for weights."""
+    """It is the center after a message of progress, and before a message of weights."""
     shard, codec = shard_of([3.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
-    mirror, told = torch.full((8,), 3.0), torch.empty(8)
+    mirror, decoded = torch.full((8,), 3.0), torch.empty(8)
     sent = torch.full((8,), 2.0)  # lossless for equal numbers
     for sequence in range(3):
         before = torch.tensor(shard.state().weights[0])
         response = shard.exchange(request("w0", sequence, codec.encode(sent), span=(0, 8)))
-        mirror += codec.decode(torch.tensor(response.weights), out=told)
+        mirror += codec.decode(torch.tensor(response.weights), out=decoded)
         after = torch.tensor(shard.state().weights[0])
-        expected = after if rule is Add else before
+        expected = after if rule is RecordingAdd else before
         torch.testing.assert_close(mirror, expected, rtol=0.02, atol=0.02)
-    if rule is Add:
+    if rule is RecordingAdd:
         torch.testing.assert_close(after, torch.full((8,), 9.0), rtol=0.02, atol=0.02)
 
 
@@ -436,55 +438,55 @@ def test_memory_with_another_size_or_token_is_closed_again():
 
 
 @pytest.fixture
-def two():
-    """The memory, opened as by two processes."""
+def cells():
+    """The memory, opened twice as by two processes."""
     cell = MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=0.3)
     cell.admit({"w0": 0})
     return cell, MappedCell.open_address(cell.address_for("w0"), 1, is_locked=True, timeout_s=0.3)
 
 
 @pytest.mark.parametrize("other", [0, 1])
-def test_a_lock_that_times_out_names_the_exchange_and_the_holder(two, other):
+def test_a_lock_that_times_out_names_the_exchange_and_the_holder(cells, other):
     began = time.monotonic()
-    with two[0].held(0, 0):
-        waiting = []
+    with cells[0].held(0, 0):
+        errors = []
 
         def wait():
-            with pytest.raises(ExchangeTimeoutError) as caught, two[other].held(5, 2):
+            with pytest.raises(ExchangeTimeoutError) as caught, cells[other].held(5, 2):
                 pass
-            waiting.append(caught.value)
+            errors.append(caught.value)
 
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join(SOON_S)
-    [error] = waiting
+    [error] = errors
     assert (error.round, error.generation, error.timeout_s) == (5, 2, 0.3)
     assert error.missing == (f"process {os.getpid()}, which holds the center",)
     assert 0.3 <= time.monotonic() - began < SOON_S
-    for cell in (*two, *two):  # both can take it again
+    for cell in (*cells, *cells):  # both cells can take the lock again
         with cell.held(6, 2):
             pass
 
 
-def test_the_lock_is_free_again_after_an_error(two):
-    for cell in two:
+def test_the_lock_is_free_again_after_an_error(cells):
+    for cell in cells:
         with pytest.raises(ZeroDivisionError), cell.held(0, 0):
             raise ZeroDivisionError
         with pytest.raises(ZeroDivisionError), cell.read():
             raise ZeroDivisionError
-    with two[1].held(0, 0):
+    with cells[1].held(0, 0):
         pass
 
 
-def test_a_reader_waits_for_the_lock_up_to_its_time_out_and_then_reads_without_it(two):
-    with two[0].held(0, 0):
+def test_a_reader_waits_for_the_lock_up_to_its_time_out_and_then_reads_without_it(cells):
+    with cells[0].held(0, 0):
         began = time.monotonic()
-        with two[1].read():
+        with cells[1].read():
             assert 1.0 <= time.monotonic() - began < SOON_S
-        with pytest.raises(ExchangeTimeoutError), two[1].held(1, 0):
-            pass  # reading did not take the lock from its holder
-    with two[1].read(), pytest.raises(ExchangeTimeoutError), two[0].held(2, 0):
-        pass  # a reader holds a free lock
+        with pytest.raises(ExchangeTimeoutError), cells[1].held(1, 0):
+            pass  # the reader did not take the lock from its holder
+    with cells[1].read(), pytest.raises(ExchangeTimeoutError), cells[0].held(2, 0):
+        pass  # a reader takes a free lock
 
 
 def test_without_a_lock_no_process_waits():
@@ -506,7 +508,7 @@ def test_an_exchange_in_the_middle_of_a_round_sends_no_completion():
     assert exchange._session.num_bytes == 2 * (2 * 2 * 4)
 
 
-class Answers(FakeCenterClient):
+class ClientWithBuffers(FakeCenterClient):
     """A client whose answers have float buffers."""
 
     def wait(self):
@@ -514,7 +516,7 @@ class Answers(FakeCenterClient):
 
 
 def test_committing_an_answer_sets_buffers_and_assignment():
-    client = Answers()
+    client = ClientWithBuffers()
     client.assignment = dataclasses.replace(ASSIGNMENT, version=9)
     exchange = open_exchange(open_shard(1), client=client)
     exchange.center = dataclasses.replace(exchange.center, buffers=torch.zeros(1))

@@ -1,4 +1,4 @@
-"""A center in memory that all processes of its node write: no lost update, bounded waits."""
+"""A center in shared memory that processes of its node write: no lost updates, bounded waits."""
 
 import contextlib
 import dataclasses
@@ -53,8 +53,8 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     exchange = open_exchange(shard, client=client)
     replica = torch.tensor([4.0, 8.0])  # alpha 1/4
     exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
-    assert values_of(shard).tolist() == [1, 2]  # at once
-    assert replica.tolist() == [4, 8]  # not before its local step
+    assert values_of(shard).tolist() == [1, 2]  # immediately
+    assert replica.tolist() == [4, 8]  # the replica moves only with its local step
     arrival = exchange.wait()
     assert arrival.pull.tolist() == [1, 2]
     assert arrival.distance_squared == pytest.approx(80)
@@ -63,7 +63,7 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
 
 
-def test_a_vector_of_many_blocks_moves_like_one_of_few_blocks():
+def test_a_vector_of_many_blocks_moves_like_one_of_a_few_blocks():
     size = 2 * BLOCK + 5
     shard, replica = open_shard(size), torch.randn(size)
     center = torch.zeros(size)
@@ -75,7 +75,7 @@ def test_a_vector_of_many_blocks_moves_like_one_of_few_blocks():
     assert arrival.distance_squared == pytest.approx(before, rel=1e-4)
 
 
-class Halfway(Elastic):
+class DoublePull(Elastic):
     """Pulls the replica twice as hard as the center."""
 
     def pull(self, replica, center, tally, *, out):
@@ -83,7 +83,7 @@ class Halfway(Elastic):
 
 
 def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
-    shard, rule = open_shard(2, rule=Halfway(0.5)), Halfway(0.5)
+    shard, rule = open_shard(2, rule=DoublePull(0.5)), DoublePull(0.5)
     exchange = open_exchange(shard, rule=rule)
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
     assert exchange.wait().pull.tolist() == [2, 4]
@@ -125,8 +125,8 @@ def test_fragments_that_take_effect_later_use_memory_too():
         ({}, True),
         ({"exchange": ExchangeConfig(compression="bf16")}, False),
         ({"scaling": ScalingConfig(use_gpu=True)}, False),
-        ({"method": "async-sgd"}, False),  # its optimizer steps at the center
-        ({"method": "original-easgd"}, False),  # in turns
+        ({"method": "async-sgd"}, False),  # an optimizer steps at the center
+        ({"method": "original-easgd"}, False),  # workers exchange in turns
         ({"method": "sync-easgd"}, False),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_removed_worker_moves_nothing():
     assert shard.shared_cells("w1", HERE) == {}
 
 
-def test_a_newcomer_in_the_slot_of_another_worker_does_not_count_as_it():
+def test_a_newcomer_in_the_slot_of_a_lost_worker_does_not_count_as_that_worker():
     shard = open_shard(2)
     before = open_exchange(shard, "w1")
     shard.change(Membership(2, ("w0",)))
@@ -208,7 +208,7 @@ def test_a_refused_completion_raises():
 
 
 @pytest.mark.parametrize("path", ["/proc/1/fd/999", "/proc/{pid}/fd/999", "/proc/self/exe"])
-def test_memory_that_can_not_be_opened_is_not_mapped(path):
+def test_memory_that_cannot_be_opened_is_not_mapped(path):
     address = CellAddress(path.format(pid=os.getpid()), 1, 2)
     assert MappedCell.open_address(address, 2, is_locked=True, timeout_s=1.0) is None
 
@@ -243,7 +243,7 @@ def child(action):
             os.waitpid(pid, 0)
 
 
-class Stalls(Rule):
+class StallingRule(Rule):
     """Moves the first half, then stops."""
 
     def exchange_(self, replica, center, tally, *, out):
@@ -254,26 +254,28 @@ class Stalls(Rule):
 
 def stall(shard):
     """Move half of the center, and stop with the lock held."""
-    open_exchange(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
+    open_exchange(shard, "w1", rule=StallingRule()).begin(
+        torch.ones(2 * BLOCK), torch.zeros(0), Header()
+    )
 
 
 def has_stalled(shard):
-    """Whether all of the first half has moved: seeing its first value alone may be too soon."""
+    """Return whether all of the first half has moved; its first value moves earlier."""
     return bool((shard._cells[0, 2 * BLOCK].center.weights[:BLOCK] == 1).all())
 
 
-def test_a_worker_killed_half_way_blocks_no_other():
+def test_a_worker_killed_in_the_middle_of_an_update_does_not_block_others():
     shard = open_shard(2 * BLOCK)
     with child(lambda: stall(shard)):
         wait_for(lambda: has_stalled(shard))
     replica = torch.ones(2 * BLOCK)
     move(open_exchange(shard), replica)
     values = values_of(shard)
-    assert set(values[:BLOCK].tolist()) == {1.0}  # it is at the replica
+    assert set(values[:BLOCK].tolist()) == {1.0}  # the first half has moved to the replica
     assert set(values[BLOCK:].tolist()) == {0.25}
 
 
-def test_the_wait_for_a_worker_that_stopped_half_way_ends():
+def test_the_wait_for_a_worker_that_stopped_in_the_middle_of_an_update_ends():
     shard = open_shard(2 * BLOCK, timeout_s=0.3)
     with child(lambda: stall(shard)) as pid:
         wait_for(lambda: has_stalled(shard))
@@ -291,7 +293,7 @@ def test_the_wait_for_a_worker_that_stopped_half_way_ends():
         shard.change(Membership(2, ("w0",)))  # and workers join and leave
 
 
-def hammer(shard, worker_id, count, path):
+def exchange_repeatedly(shard, worker_id, count, path):
     torch.manual_seed(int(worker_id[1:]))
     replica = torch.randn(BLOCK + 3)
     np.save(f"{path}-{worker_id}-before.npy", replica.numpy())
@@ -307,9 +309,10 @@ def test_no_update_is_lost_between_memory_and_messages(tmp_path):
     replica = np.full(BLOCK + 3, 3.0, np.float32)
     with contextlib.ExitStack() as stack:
         pids = [
-            stack.enter_context(child(lambda w=w: hammer(shard, w, 300, path))) for w in workers
+            stack.enter_context(child(lambda w=w: exchange_repeatedly(shard, w, 300, path)))
+            for w in workers
         ]
-        for number in range(100):  # as a worker of another node does
+        for number in range(100):  # like a worker of another node
             request = Request(
                 MessageId("w2", 1, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
             )
@@ -317,12 +320,12 @@ def test_no_update_is_lost_between_memory_and_messages(tmp_path):
         assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
     before = sum(np.load(f"{path}-{w}-before.npy").astype(np.float64) for w in workers) + 3.0
     after = sum(np.load(f"{path}-{w}-after.npy").astype(np.float64) for w in workers)
-    # One gains what the other loses: the sum of replicas and center does not change.
+    # Each exchange conserves the sum of replicas and center.
     assert np.abs(after + replica + values_of(shard) - before).max() < 1e-3
 
 
 def test_memory_does_not_outlive_the_processes_that_map_it():
-    gc.collect()  # what other tests left
+    gc.collect()  # memory of other tests
     before = open_files()
     shard = open_shard(4)
     exchange = open_exchange(shard)

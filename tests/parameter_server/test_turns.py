@@ -1,4 +1,4 @@
-"""Turns continue after joins and losses; no worker waits for a lost one."""
+"""Turns continue after joins and losses, and no worker waits for a lost one."""
 
 import pytest
 from coordinators import change, completing_request, enter, make_coordinator, start_blocking_call
@@ -12,7 +12,7 @@ from raydl.worker.in_process import LocalCenterClient
 
 
 def turns(coordinator, *worker_ids, start=10, generations=None):
-    """Let workers take one turn each, in this order, without a wait."""
+    """Take one turn for each worker in this order, and check that none waits."""
     for sequence, worker_id in enumerate(worker_ids, start):
         generation = (generations or {}).get(worker_id, 1)
         coordinator.take_turn(MessageId(worker_id, generation, 2 * sequence))
@@ -102,12 +102,12 @@ def test_the_first_worker_that_joins_gets_the_turn():
     change(coordinator, 2)
     change(coordinator, 3, "w1")
     with pytest.raises(ExchangeTimeoutError, match="nobody"):
-        coordinator.take_turn(MessageId("w1", 3, 0))  # it has not entered
+        coordinator.take_turn(MessageId("w1", 3, 0))  # w1 has not entered
     enter(coordinator, "w1", generation=3)
     turns(coordinator, "w1", "w1", generations={"w1": 3})
 
 
-class Watched(LocalCenterClient):
+class RecordingClient(LocalCenterClient):
     """Records each worker's calls to the center, in order."""
 
     def __init__(self, *shards):
@@ -129,12 +129,10 @@ class Watched(LocalCenterClient):
 
 @pytest.mark.parametrize("period", [1, 2])
 def test_a_worker_sends_and_receives_only_within_its_turn(monkeypatch, period):
-    monkeypatch.setattr("ensembles.LocalCenterClient", Watched)
+    monkeypatch.setattr("ensembles.LocalCenterClient", RecordingClient)
     run = Ensemble(job("original-easgd", period=period), num_workers=2, images=tiny_images(24))
     run.join().run()
-    calls = run.workers[0].runner.strategy._client.calls[
-        :-6
-    ]  # no worker waits for one without work
+    calls = run.workers[0].runner.strategy._client.calls[:-6]  # no turn for a worker without work
     assert len(calls) > 6
     for first in range(0, len(calls), 3):
         workers, words = zip(*calls[first : first + 3], strict=True)

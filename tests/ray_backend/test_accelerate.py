@@ -1,4 +1,4 @@
-"""An attached optimizer works in Accelerate's loop, unchanged."""
+"""An attached optimizer works in Accelerate's unchanged loop."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from user_loops import Threads, user_loop_config
 
 from raydl.config import MethodConfig
 
-pytestmark = pytest.mark.processes  # its import takes seconds
+pytestmark = pytest.mark.processes  # the import of Accelerate takes seconds
 
 
 def loop(accelerator, model, optimizer, num_steps=8):

@@ -11,7 +11,7 @@ from raydl.ray_backend.attach import Transports
 
 
 class Actors:
-    """The rendezvous actors that exist one after another; each answers by method."""
+    """A sequence of rendezvous actors, each a dictionary of answers by method."""
 
     def __init__(self, *actors):
         self.actors = list(actors)
@@ -38,7 +38,7 @@ def get(answer, timeout):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Return a function that registers a worker at one of some actors: (worker id, found)."""
+    """Return a function that registers a worker: (worker id, the actors that it has found)."""
 
     def register(*actors):
         found = Actors(*actors)
@@ -63,19 +63,19 @@ ENDED = {"run_id": ActorDiedError()}
 ENDS = {"run_id": "abc", "register": ActorDiedError()}
 
 
-def test_a_worker_that_finds_an_actor_at_its_end_registers_at_the_next_one(registered):
+def test_a_worker_that_finds_an_ending_actor_registers_at_the_next_one(registered):
     assert registered(ALIVE) == ("w0", 1)
     assert registered(ENDED, ALIVE) == ("w0", 2)
     assert registered(ENDS, ENDED, ALIVE) == ("w0", 3)
 
 
-def test_it_tries_five_actors(registered):
+def test_a_worker_tries_five_actors(registered):
     error, num_found = registered(*[ENDED] * 9)
     assert "its process ended" in str(error)
     assert num_found == 5
 
 
-def test_an_actor_that_does_not_answer_or_refuses_is_asked_once(registered):
+def test_an_actor_that_does_not_answer_or_refuses_is_called_once(registered):
     error, num_found = registered({"run_id": GetTimeoutError()}, ALIVE)
     assert "did not answer for 120 s" in str(error)
     assert num_found == 1

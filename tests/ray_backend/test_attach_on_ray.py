@@ -1,4 +1,4 @@
-"""Loops of one's own in plain actors and in Ray Train: workers die and come, the others go on."""
+"""User loops in plain actors and in Ray Train: workers die and join, the others train on."""
 
 import os
 import re
@@ -44,14 +44,14 @@ def make_net(seed):
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
-class Own:
-    """A worker with a loop of its own, until it is told to stop."""
+class LoopActor:
+    """A worker with a user loop that runs until ``stop``."""
 
     def __init__(self):
         torch.set_num_threads(1)
 
-    def begin(self, seed):
-        """Be another worker from now on."""
+    def reset(self, seed):
+        """Become another worker."""
         self.seed, self.elastic, self.loss_at_start = seed, None, None
         self.stopped = threading.Event()
 
@@ -71,14 +71,14 @@ class Own:
             start_timeout_s=BOUND_S,
         ) as elastic:
             self.loss_at_start, self.elastic = score(model), elastic
-            while not self.stopped.wait(0.005):  # which leaves the cores to others
+            while not self.stopped.wait(0.005):  # leave the cores to other processes
                 optimizer.zero_grad()
                 loss_of(model, self.seed).backward()
                 elastic.step()
             with elastic.center():
                 return score(model)
 
-    def where(self):
+    def progress(self):
         """Return (local steps, workers, loss at the start) of a loop that has begun."""
         if self.elastic is None:
             return 0, 0, None
@@ -89,16 +89,16 @@ class Own:
 
 
 class Workers:
-    """The processes of workers; those that were not killed serve again."""
+    """The actors of workers; actors that were not killed are used again."""
 
     def __init__(self):
         self.alive = []
 
-    def take(self, *seeds, start=0):
-        """Return a worker for each seed, all of them up; those before ``start`` are at work."""
-        self.alive += [Own.remote() for _ in range(start + len(seeds) - len(self.alive))]
+    def start_workers(self, *seeds, start=0):
+        """Return a ready worker for each seed; the first ``start`` workers are in use already."""
+        self.alive += [LoopActor.remote() for _ in range(start + len(seeds) - len(self.alive))]
         taken = self.alive[start : start + len(seeds)]
-        ray.get([a.begin.remote(seed) for a, seed in zip(taken, seeds, strict=True)])
+        ray.get([a.reset.remote(seed) for a, seed in zip(taken, seeds, strict=True)])
         return taken
 
     def kill(self, worker):
@@ -111,30 +111,30 @@ def workers(cluster):
     return Workers()
 
 
-def until(actors, condition):
-    """Wait until a condition on where each actor is holds for all; return where they are."""
+def wait_until(actors, condition):
+    """Wait until the progress of all actors meets a condition; return their progress."""
     deadline = time.monotonic() + BOUND_S
     while True:
-        places = ray.get([actor.where.remote() for actor in actors], timeout=BOUND_S)
-        if all(condition(*place) for place in places):
-            return places
-        assert time.monotonic() < deadline, places
+        found = ray.get([actor.progress.remote() for actor in actors], timeout=BOUND_S)
+        if all(condition(*progress) for progress in found):
+            return found
+        assert time.monotonic() < deadline, found
         time.sleep(0.1)
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(workers, method):
+def test_after_a_kill_the_others_train_on_and_a_new_worker_starts_at_the_center(workers, method):
     config = MethodConfig(name=method, period=2)
-    actors = workers.take(0, 1, 2)
+    actors = workers.start_workers(0, 1, 2)
     loops = [actor.train.remote(method, config) for actor in actors]
-    places = until(actors, lambda steps, workers, _: steps > STEPS_MORE and workers == 3)
+    found = wait_until(actors, lambda steps, workers, _: steps > STEPS_MORE and workers == 3)
     workers.kill(actors.pop(0))
-    reached = max(place[0] for place in places)
-    until(actors, lambda steps, workers, _: workers == 2 and steps > reached + STEPS_MORE)
-    actors += workers.take(7, start=2)
+    reached = max(progress[0] for progress in found)
+    wait_until(actors, lambda steps, workers, _: workers == 2 and steps > reached + STEPS_MORE)
+    actors += workers.start_workers(7, start=2)
     loops = [*loops[1:], actors[2].train.remote(method, config)]
-    until(actors, lambda steps, workers, _: workers == 3 and steps > reached + STEPS_TO_LEARN)
-    new = ray.get(actors[2].where.remote())
+    wait_until(actors, lambda steps, workers, _: workers == 3 and steps > reached + STEPS_TO_LEARN)
+    new = ray.get(actors[2].progress.remote())
     ray.get([actor.stop.remote() for actor in actors])
     non_trainable = score(make_net(7))
     assert new[2] < 0.8 * non_trainable
@@ -143,16 +143,16 @@ def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(w
 
 
 def test_a_lost_rendezvous_actor_raises_one_sentence(workers):
-    (actor,) = workers.take(0)
+    (actor,) = workers.start_workers(0)
     loop = actor.train.remote("lost", MethodConfig(name="async-easgd"), 1)
-    until([actor], lambda steps, *_: steps > 10)
+    wait_until([actor], lambda steps, *_: steps > 10)
     job_id = ray.get_runtime_context().get_job_id()
     ray.kill(ray.get_actor(f"raydl.attach {job_id} lost", namespace="raydl"))
     with pytest.raises(AttachError, match="the rendezvous actor was lost"):
         ray.get(loop, timeout=BOUND_S)
 
 
-def test_the_job_with_a_loop_of_its_own_learns(cluster, capsys, root):
+def test_the_job_with_a_user_loop_learns(cluster, capsys, root):
     runpy.run_path(str(root / "jobs/own_loop.py"))["main"]()
     (percent,) = re.findall(r"^center test accuracy ([\d.]+)%$", capsys.readouterr().out, re.M)
     assert float(percent) > 95

@@ -1,4 +1,4 @@
-"""Whoever comes to a cluster that will not have them hears why in one sentence, and soon."""
+"""A driver that cannot join a cluster soon gets an error with the reason in one sentence."""
 
 import contextlib
 import os
@@ -28,8 +28,8 @@ TOKEN = "a" * 64
 BOUND_S = 20
 
 
-class Gcs(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
-    """What a cluster answers first, over the same protocol: its id, to who has its token."""
+class FakeGcs(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
+    """The first answer of a cluster over Ray's protocol: its id, for callers with its token."""
 
     def __init__(self, token):
         self.token = token
@@ -44,7 +44,7 @@ class Gcs(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
 @contextlib.contextmanager
 def gcs(token):
     server = grpc.server(ThreadPoolExecutor(1))
-    gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(Gcs(token), server)
+    gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(FakeGcs(token), server)
     port = server.add_insecure_port("0.0.0.0:0")
     server.start()
     try:
@@ -55,7 +55,7 @@ def gcs(token):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """No connection, no token; what ``ray.init`` was called with is no concern here."""
+    """Start without a connection and a token; ``ray.init`` does nothing."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **how: None)
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"):
@@ -67,8 +67,8 @@ def alone(monkeypatch, tmp_path):
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def refused(monkeypatch, address, *, mode="token", token=None):
-    """Return the sentence with which a cluster cannot be joined."""
+def refusal_of(monkeypatch, address, *, mode="token", token=None):
+    """Return the error message of a cluster that cannot be joined."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     if token is not None:
@@ -84,63 +84,63 @@ def refused(monkeypatch, address, *, mode="token", token=None):
 
 
 def test_an_unused_address_is_reported_within_seconds(monkeypatch):
-    sentence = refused(monkeypatch, "127.0.0.1:1")
+    sentence = refusal_of(monkeypatch, "127.0.0.1:1")
     assert "127.0.0.1:1 (RAY_ADDRESS) does not answer (Connection refused)" in sentence
     assert "start one with ray start --head" in sentence
 
 
 def test_an_unknown_host_name_is_reported(monkeypatch):
-    assert "does not answer (" in refused(monkeypatch, "cluster.invalid:6379")
+    assert "does not answer (" in refusal_of(monkeypatch, "cluster.invalid:6379")
 
 
 def test_a_silent_listener_is_no_cluster(monkeypatch):
     monkeypatch.setattr(ray_session, "_ANSWER_S", 0.2)
     with socket.create_server(("0.0.0.0", 0)) as silent:
-        sentence = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
+        sentence = refusal_of(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
     assert "does not answer (no answer within 0.2 s)" in sentence
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1"])
 def test_a_malformed_address_is_reported_with_the_right_form(monkeypatch, address):
-    assert "give HOST:PORT" in refused(monkeypatch, address)
+    assert "give HOST:PORT" in refusal_of(monkeypatch, address)
 
 
 def test_ray_clients_address_is_refused(monkeypatch):
-    assert "Ray Client" in refused(monkeypatch, "ray://127.0.0.1:10001")
+    assert "Ray Client" in refusal_of(monkeypatch, "ray://127.0.0.1:10001")
 
 
-def test_a_client_that_brings_no_token_hears_how_to_bring_one(monkeypatch):
+def test_the_error_for_a_client_without_a_token_says_how_to_set_one(monkeypatch):
     with gcs(TOKEN) as address:
-        sentence = refused(monkeypatch, address, mode="disabled", token=TOKEN)
+        sentence = refusal_of(monkeypatch, address, mode="disabled", token=TOKEN)
     assert "requires a token but this process sends none (RAY_AUTH_MODE is disabled)" in sentence
     assert "set RAY_AUTH_MODE=token" in sentence
 
 
-def test_a_client_that_finds_no_token_hears_where_it_is_looked_for(monkeypatch):
+def test_the_error_for_a_missing_token_says_where_ray_looks_for_it(monkeypatch):
     with gcs(TOKEN) as address:
-        sentence = refused(monkeypatch, address)
+        sentence = refusal_of(monkeypatch, address)
     assert (
         "requires a token, and none was found; put the cluster's token into RAY_AUTH_TOKEN or"
         in sentence
     )
 
 
-def test_a_wrong_token_is_called_wrong_and_is_not_shown(monkeypatch):
+def test_a_wrong_token_is_reported_and_not_shown(monkeypatch):
     with gcs(TOKEN) as address:
-        sentence = refused(monkeypatch, address, token="b" * 64)
+        sentence = refusal_of(monkeypatch, address, token="b" * 64)
     assert "rejects the token that was found" in sentence
     assert "bbb" not in sentence
 
 
 def test_a_token_for_a_cluster_without_tokens_is_refused_before_its_actors_fail(monkeypatch):
     with gcs(None) as address:
-        sentence = refused(monkeypatch, address, token=TOKEN)
+        sentence = refusal_of(monkeypatch, address, token=TOKEN)
     assert "requires no token but this process sends one (RAY_AUTH_MODE=token)" in sentence
     assert "set RAY_AUTH_MODE=disabled" in sentence
 
 
 @pytest.mark.parametrize(("mode", "token"), [("token", TOKEN), ("disabled", None)])
-def test_a_process_that_agrees_about_tokens_connects(monkeypatch, mode, token):
+def test_a_process_with_the_clusters_token_mode_connects(monkeypatch, mode, token):
     with gcs(token) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
@@ -148,10 +148,10 @@ def test_a_process_that_agrees_about_tokens_connects(monkeypatch, mode, token):
         assert ray_session.connect() is False
 
 
-def test_a_cluster_that_ray_finds_by_itself_gets_the_token_that_is_there(monkeypatch):
+def test_a_cluster_that_ray_finds_by_itself_gets_the_existing_token(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    monkeypatch.setenv("RAY_AUTH_MODE", "")  # so that it is restored
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # to restore it after the test
     monkeypatch.delenv("RAY_AUTH_MODE")
     with gcs(TOKEN) as address:
         monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda auto: address)
@@ -162,7 +162,7 @@ def test_both_versions_are_reported_side_by_side(monkeypatch):
     cluster = {"ray_version": "2.9.1", "python_version": "3.9.2"}
     monkeypatch.setattr(ray, "init", lambda **how: utils.check_version_info(cluster, "here"))
     with gcs(None) as address:
-        sentence = refused(monkeypatch, address, mode="disabled")
+        sentence = refusal_of(monkeypatch, address, mode="disabled")
     ours = f"but this process runs Ray {ray.__version__} on Python {sys.version.split()[0]}"
     assert f"runs Ray 2.9.1 on Python 3.9.2, {ours}; install the cluster's versions" in sentence
 
@@ -176,31 +176,31 @@ def test_another_refusal_of_ray_keeps_its_reason(monkeypatch):
 
     monkeypatch.setattr(ray, "init", init)
     with gcs(None) as address:
-        sentence = refused(monkeypatch, address, mode="disabled")
+        sentence = refusal_of(monkeypatch, address, mode="disabled")
     assert "joined: Failed to connect to Ray cluster: no node of the cluster runs here;" in sentence
 
 
-# a cluster of one's own, beside other work
+# Ray started in a thread
 
 
 @pytest.fixture
 def init(monkeypatch):
-    """What stands for ``ray.init``: it waits until it may end, and can be told to fail."""
-    stage = SimpleNamespace(may_end=threading.Event(), problem=None, calls=[])
+    """A fake ``ray.init`` that waits for ``may_end`` and raises ``problem``, if any."""
+    fake = SimpleNamespace(may_end=threading.Event(), problem=None, calls=[])
 
     def init(**how):
-        stage.calls.append(how)
-        assert stage.may_end.wait(60)
-        if stage.problem:
-            raise stage.problem
+        fake.calls.append(how)
+        assert fake.may_end.wait(60)
+        if fake.problem:
+            raise fake.problem
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray_session, "_beginning", None)
     monkeypatch.setattr(ray_session.atexit, "register", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    yield stage
-    stage.may_end.set()
+    yield fake
+    fake.may_end.set()
     signal.signal(signal.SIGTERM, before)
 
 
@@ -211,12 +211,12 @@ def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
     assert ray_session.connect() is True
     assert init.may_end.is_set()
     assert [how["address"] for how in init.calls] == ["local"]
-    with pytest.raises(SystemExit):  # which ends Ray, too
+    with pytest.raises(SystemExit):  # the handler ends Ray, too
         signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("has_forks", [True, False])
-def test_only_without_forks_the_processes_that_ray_starts_in_advance_import_torch(init, has_forks):
+def test_processes_that_ray_starts_in_advance_import_torch_only_without_forks(init, has_forks):
     init.may_end.set()
     ray_session.connect(has_forks=has_forks)
     assert ("preload_python_modules" in init.calls[0]["_system_config"]) is not has_forks
@@ -232,7 +232,7 @@ def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
     assert ray_session.connect() is True
 
 
-def test_a_cluster_of_ones_own_that_does_not_start_in_time_is_one_sentence(init):
+def test_a_cluster_of_the_run_that_does_not_start_in_time_raises_one_sentence(init):
     init.problem = Exception("The current node timed out during startup. This could happen because")
     init.may_end.set()
     begin(has_forks=False)
@@ -242,7 +242,7 @@ def test_a_cluster_of_ones_own_that_does_not_start_in_time_is_one_sentence(init)
 
 @pytest.mark.parametrize("address", ["", "join"])
 def test_drivers_with_one_seed_have_subscribers_with_different_ids(monkeypatch, address):
-    """With one id each would miss messages of its own, and both would poll without a pause."""
+    """With the same id both would miss messages and poll without a pause."""
     monkeypatch.setattr(_raylet, "random", random)
     monkeypatch.setattr(ray_session, "_beginning", None)
     monkeypatch.setattr(ray_session.atexit, "register", lambda *_: None)
@@ -264,7 +264,7 @@ def test_drivers_with_one_seed_have_subscribers_with_different_ids(monkeypatch, 
     assert drawn == [True, True], "the id depends on the seed"
 
 
-def test_a_cluster_to_go_to_is_joined_in_the_thread(monkeypatch, init):
+def test_a_cluster_with_an_address_is_joined_in_the_thread(monkeypatch, init):
     with gcs(None) as its_address:
         monkeypatch.setenv("RAY_ADDRESS", its_address)
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -274,14 +274,14 @@ def test_a_cluster_to_go_to_is_joined_in_the_thread(monkeypatch, init):
     assert ["address" in how for how in init.calls] == [False]
 
 
-def test_a_cluster_that_does_not_answer_the_thread_is_one_sentence(monkeypatch, init):
+def test_a_cluster_that_does_not_answer_the_thread_raises_one_sentence(monkeypatch, init):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     begin(has_forks=False)
     with pytest.raises(ClusterError, match=r"does not answer"):
         ray_session.connect()
 
 
-def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
+def test_begin_does_nothing_where_ray_already_runs(monkeypatch, init):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     begin(has_forks=False)
     assert ray_session.connect() is False
@@ -292,7 +292,7 @@ def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
 
 
 @pytest.mark.cluster
-def test_a_cluster_of_ones_own_has_imported_torch_before_an_actor_starts(tmp_path):
+def test_a_cluster_of_the_run_has_imported_torch_before_an_actor_starts(tmp_path):
     code = (
         "import sys, ray; from raydl.ray_backend import fork_server, session; "
         "session.begin(has_forks=True); session.connect(); "
@@ -309,7 +309,7 @@ def test_a_cluster_of_ones_own_has_imported_torch_before_an_actor_starts(tmp_pat
 
 
 def train(folder, name, address, **environment):
-    """Start a run on a cluster; return its exit status and what it said at last."""
+    """Start a run on a cluster; return its exit status and its last line of stderr."""
     words = [
         sys.executable, "-m", "raydl", "train", "--data", "synthetic:64", "--model", "mlp",
         "--workers", "1", "--batch-size", "8", "--run.progress", "plain",
@@ -329,7 +329,9 @@ def test_a_real_cluster_with_tokens_refuses_a_missing_or_wrong_token(four_cpus, 
         "rejects the token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64},
     }
     for number, (words, environment) in enumerate(cases.items()):
-        status, said = train(tmp_path, str(number), four_cpus.address, **environment)
-        assert status == 2, said
-        assert said.startswith(f"error: the Ray cluster at {four_cpus.address} (RAY_ADDRESS)"), said
-        assert words in said
+        status, error = train(tmp_path, str(number), four_cpus.address, **environment)
+        assert status == 2, error
+        assert error.startswith(f"error: the Ray cluster at {four_cpus.address} (RAY_ADDRESS)"), (
+            error
+        )
+        assert words in error

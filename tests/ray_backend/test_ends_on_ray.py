@@ -1,4 +1,4 @@
-"""What ends a run and what is kept of it, with workers, evaluator and center in Ray actors.
+"""Conditions that end a run, and its best center, with all parts in Ray actors.
 
 Either end is a vote of the driver's; one is shown in rounds, the other by messages.
 """
@@ -38,7 +38,7 @@ def fit(cluster, tmp_path):
 def test_a_run_ends_at_its_accuracy_and_its_best_center_is_kept(fit, tmp_path):
     result = fit(
         "sync-easgd",
-        # Far more than it takes: a busy machine scores seldom.
+        # Far more epochs than needed: a busy machine scores seldom.
         training=TrainingConfig(epochs=5000, stop_at_accuracy=0.9),
         checkpoint=CheckpointConfig(keep_best=True),
     )
@@ -48,7 +48,7 @@ def test_a_run_ends_at_its_accuracy_and_its_best_center_is_kept(fit, tmp_path):
     assert result["best"]["accuracy"] >= 0.9
 
 
-def test_a_center_that_stands_still_cuts_the_rate_and_in_the_end_ends_the_run(fit, tmp_path):
+def test_a_center_that_does_not_improve_cuts_the_rate_and_finally_ends_the_run(fit, tmp_path):
     result = fit(
         "async-easgd",
         training=TrainingConfig(epochs=5000, patience=4),

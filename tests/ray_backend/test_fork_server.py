@@ -1,4 +1,4 @@
-"""Worker programs as forks of a server; the tests' processes stand for Ray's."""
+"""Worker programs as forks of a server; processes of the tests act as those of Ray."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from raydl.ray_backend import fork_server
 
 PROGRAM = """
 import json, os, random, sys
-told = {
+facts = {
     "process": os.getpid(), "server": os.getppid(), "has_torch": "torch" in sys.modules,
     "words": sys.argv, "folder": os.getcwd(), "name": __name__,
 }
-if told["has_torch"]:
+if facts["has_torch"]:
     import numpy, torch
     from ray._raylet import WorkerID
-    told["torch's"] = torch.rand(()).item()
-    told["random"] = [random.random(), numpy.random.random(), WorkerID.from_random().hex()]
+    facts["torch's"] = torch.rand(()).item()
+    facts["random"] = [random.random(), numpy.random.random(), WorkerID.from_random().hex()]
 print("output of", sys.argv[1])
 with open(sys.argv[1] + ".part", "w") as file:
-    json.dump(told, file)
+    json.dump(facts, file)
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 NO_LIBRARIES = "f._Server._prepare = lambda server: None"
@@ -36,24 +36,24 @@ IDLE_AT_ONCE = (
     "accept = f._Server._accept; "
     "f._Server._accept = lambda server: (setattr(f, '_IDLE_S', 0.1), accept(server))[1]"
 )
-"""A server ends soon without forks, once its first client has come."""
+"""Makes a server end soon after its last fork, once its first client has connected."""
 NO_PROCESS = (
     "fork, count = os.fork, []; "
     "os.fork = lambda: count.append(1) or (fork() if len(count) < {} else open('/no process'))"
 )
-"""Makes the fork of a number fail: the second one starts the server, the third one is its first."""
+"""Makes the n-th fork fail: the second one starts the server, the third is the server's first."""
 GRANDCHILD = "lambda real=f._is_grandchild: (open('servers', 'a').write('x'), real())[1]"
-"""Counts the servers that are started."""
+"""Writes an x for each server that is started."""
 
 
 def client(change):
-    """Return the code of a client that is changed before it begins; it has the tests' patience."""
+    """Return the code of a client with a change, and with the time-out of the tests."""
     imports = "import os, sys; from raydl.ray_backend import fork_server as f"
     start = f"package = f._package(); f._PATIENCE_S = {BOUND_S}"
     return f"{imports}; {start}; {change}; f.main(sys.argv[1:], package)"
 
 
-class Node:
+class FakeRaylet:
     """Starts worker programs, as a raylet does."""
 
     def __init__(self, folder):
@@ -61,8 +61,8 @@ class Node:
         self.program = folder / "program.py"
         self.program.write_text(PROGRAM)
 
-    def begin(self, name, change="pass", *, files=(), **environment):
-        """Start a client whose fork is to run the program, with further open files."""
+    def start_client(self, name, change="pass", *, files=(), **environment):
+        """Start a client whose fork runs the program, with further open files."""
         with (self.folder / f"{name}.out").open("w") as out:
             return subprocess.Popen(
                 [sys.executable, "-c", client(change), str(self.program), name],
@@ -70,9 +70,9 @@ class Node:
                 pass_fds=files,
             )  # fmt: skip
 
-    def start(self, name, change=NO_LIBRARIES, **environment):
-        """Start a client, wait for its end, and return what the program told."""
-        started = self.begin(name, change, **environment)
+    def run_program(self, name, change=NO_LIBRARIES, **environment):
+        """Start a client, wait for its end, and return the facts that the program has written."""
+        started = self.start_client(name, change, **environment)
         assert started.wait(timeout=BOUND_S) == 0
         self.until((self.folder / name).exists)
         return json.loads((self.folder / name).read_text()) | {"client": started.pid}
@@ -86,7 +86,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path):
-    return Node(tmp_path)
+    return FakeRaylet(tmp_path)
 
 
 def has_ended(pid):
@@ -95,30 +95,30 @@ def has_ended(pid):
 
 @pytest.mark.processes
 def test_two_programs_are_forks_of_one_process_that_has_imported_torch(node):
-    first, second = node.start("first", "pass"), node.start("second", "pass")
+    first, second = node.run_program("first", "pass"), node.run_program("second", "pass")
     assert first["server"] == second["server"] != os.getpid()
     assert first["process"] != second["process"]
-    for name, told in (("first", first), ("second", second)):
-        assert told["has_torch"]
-        assert told["words"] == [str(node.program), name]
-        assert (told["name"], told["folder"]) == ("__main__", str(node.folder))
+    for name, facts in (("first", first), ("second", second)):
+        assert facts["has_torch"]
+        assert facts["words"] == [str(node.program), name]
+        assert (facts["name"], facts["folder"]) == ("__main__", str(node.folder))
         node.until(lambda name=name: (node.folder / f"{name}.out").read_text())
         assert (node.folder / f"{name}.out").read_text() == f"output of {name}\n"
     assert not set(first["random"]) & set(second["random"])
-    assert first["torch's"] == second["torch's"]  # which begins alike in every process
+    assert first["torch's"] == second["torch's"]  # torch's generator has the same first state
 
 
 @pytest.mark.processes
-def test_an_environment_of_its_own_has_a_server_of_its_own(node):
-    assert node.start("one")["server"] != node.start("other", OTHER="1")["server"]
+def test_each_environment_has_its_own_server(node):
+    assert node.run_program("one")["server"] != node.run_program("other", OTHER="1")["server"]
 
 
 @pytest.mark.processes
 def test_a_server_that_has_had_no_fork_for_a_while_ends_and_the_next_client_starts_another(node):
     change = f"{NO_LIBRARIES}; {IDLE_AT_ONCE}"
-    ended = node.start("first", change)["server"]
+    ended = node.run_program("first", change)["server"]
     node.until(lambda: has_ended(ended))
-    assert node.start("second", change)["server"] != ended
+    assert node.run_program("second", change)["server"] != ended
 
 
 @pytest.mark.processes
@@ -145,7 +145,7 @@ def test_a_server_ends_with_its_raylet(node):
     [
         ("f._LIBRARIES = ('no_module_of_this_name',)", "ModuleNotFoundError: No module named"),
         ("f._LIBRARIES = ('raydl.ray_backend.actors',)", "its forks would draw the same ids"),
-        # Its own address is in use by somebody who never answers.
+        # Another process uses its address and never answers.
         ("f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))", "timed out"),
         ("other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1", "this user's"),
         (NO_PROCESS.format(2), "no further process can be started"),
@@ -160,49 +160,49 @@ def test_a_server_ends_with_its_raylet(node):
         "would be killed by the raylet",
     ],
 )  # fmt: skip
-def test_a_client_whose_server_is_of_no_use_runs_the_program_itself(node, change, reason):
-    told = node.start("name", change)
-    assert (told["process"], told["has_torch"]) == (told["client"], False)
-    said = (node.folder / "name.out").read_text()
-    assert ("raydl: no fork of the fork server: " in said) == bool(reason)
-    assert reason in said
+def test_a_client_whose_server_cannot_be_used_runs_the_program_itself(node, change, reason):
+    facts = node.run_program("name", change)
+    assert (facts["process"], facts["has_torch"]) == (facts["client"], False)
+    output = (node.folder / "name.out").read_text()
+    assert ("raydl: no fork of the fork server: " in output) == bool(reason)
+    assert reason in output
     node.until(lambda: "output of name" in (node.folder / "name.out").read_text())
     assert (node.folder / "name.out").read_text().count("output of name") == 1
 
 
 @pytest.mark.processes
-def test_a_server_that_refuses_stays_for_the_next_client(node):
+def test_a_server_that_refuses_a_client_stays_for_the_next_one(node):
     change = "f._LIBRARIES = ('no_module_of_this_name',)"
     for name in ("first", "second"):
-        told = node.start(name, f"f._is_grandchild = {GRANDCHILD}; {change}")
-        assert told["process"] == told["client"]
+        facts = node.run_program(name, f"f._is_grandchild = {GRANDCHILD}; {change}")
+        assert facts["process"] == facts["client"]
     assert (node.folder / "servers").read_text() == "x"
 
 
 @pytest.mark.processes
-def test_a_server_whose_raylet_has_ended_is_the_only_one_and_its_client_runs_the_program(node):
+def test_after_the_end_of_the_raylet_a_client_runs_the_program_itself(node):
     ended = "os.pidfd_open = lambda raylet: open('/no process')"
-    told = node.start("name", f"f._is_grandchild = {GRANDCHILD}; {ended}")
-    assert told["process"] == told["client"]
+    facts = node.run_program("name", f"f._is_grandchild = {GRANDCHILD}; {ended}")
+    assert facts["process"] == facts["client"]
     assert (node.folder / "servers").read_text() == "x"
-    said = (node.folder / "name.out").read_text()
-    assert said == "raydl: no fork of the fork server: it ended\noutput of name\n"
+    output = (node.folder / "name.out").read_text()
+    assert output == "raydl: no fork of the fork server: it ended\noutput of name\n"
 
 
 @pytest.mark.processes
-def test_a_stranger_who_makes_no_request_does_not_end_the_server(node):
-    server = node.start("first")["server"]
+def test_a_stranger_that_makes_no_request_does_not_end_the_server(node):
+    server = node.run_program("first")["server"]
     stranger = (
         "s = f.socket.socket(f.socket.AF_UNIX); s.connect(f._address(os.getppid())); "
         "s.sendall(bytes([255] * 8)); s.close()"
     )
-    assert node.start("second", f"{NO_LIBRARIES}; {stranger}")["server"] == server
+    assert node.run_program("second", f"{NO_LIBRARIES}; {stranger}")["server"] == server
 
 
 @pytest.mark.processes
-def test_a_server_keeps_no_file_open_that_its_first_client_was_given(node):
+def test_a_server_does_not_keep_the_open_files_of_its_first_client(node):
     reader, writer = os.pipe()
-    started = node.begin("name", NO_LIBRARIES, files=(writer,))
+    started = node.start_client("name", NO_LIBRARIES, files=(writer,))
     os.close(writer)
     assert started.wait(timeout=BOUND_S) == 0
     with os.fdopen(reader) as pipe:
@@ -218,9 +218,9 @@ def test_a_fork_whose_client_has_given_up_runs_nothing(node):
         f"{NO_LIBRARIES}; f._HERE = b'hello'; receive = f._receive; "
         "f._receive = lambda c, size: os._exit(0) if size == 5 else receive(c, size)"
     )
-    started = node.begin("given up", gives_up)
+    started = node.start_client("given up", gives_up)
     assert started.wait(timeout=BOUND_S) == 0
-    server = node.start("next")["server"]
+    server = node.run_program("next")["server"]
     node.until(lambda: len(descendants_of(server)) == 1)
     assert not (node.folder / "given up").exists()
 
@@ -235,7 +235,7 @@ def test_a_fork_whose_client_has_given_up_runs_nothing(node):
         ({"py_executable": "uv run"}, False),
     ],
 )
-def test_a_job_that_chooses_its_python_itself_has_no_fork_server(monkeypatch, of_job, is_fork):
+def test_a_job_with_its_own_python_has_no_fork_server(monkeypatch, of_job, is_fork):
     monkeypatch.setattr(
         "ray.get_runtime_context", lambda: SimpleNamespace(runtime_env=of_job), raising=True
     )
@@ -251,7 +251,9 @@ def test_an_interpreter_whose_path_has_a_space_has_no_fork_server(monkeypatch):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("options", [(), ("--scaling.no-fork-server",)], ids=["forks", "none"])
-def test_the_processes_of_a_run_are_forks_unless_the_user_says_no(four_cpus, tmp_path, options):
+def test_the_processes_of_a_run_are_forks_unless_the_user_turns_them_off(
+    four_cpus, tmp_path, options
+):
     words = ["--data", "synthetic:64", "--model", "mlp", "--batch-size", "8", "--epochs", "99999"]
     raylet = four_cpus.head_node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
     with ClusterRun(four_cpus, tmp_path / "run", "--workers", "2", *words, *options) as run:

@@ -1,4 +1,4 @@
-"""Groups of plain actors, through ``ray.util.collective``: members die, stop and come."""
+"""Groups of plain actors through ``ray.util.collective``: members die, stop and join."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ SOON_S = 15.0
 
 @ray.remote(num_cpus=0, max_concurrency=2)
 class Member:
-    """An actor of a user's: nothing of raydl but the group."""
+    """A user's actor that uses only the group of raydl."""
 
     def __init__(self):
         self.num_sums = 0
@@ -50,7 +50,7 @@ class Member:
         return float(tensor[0]), float(tensor[-1])
 
     def sum_until_it_fails(self):
-        """Return the error, what it left of the tensor, and when it came."""
+        """Sum until an error; return the error and the time when it was raised."""
         try:
             while True:
                 self.sum()
@@ -96,13 +96,13 @@ def get(refs):
 
 
 class Actors:
-    """The actors of this module by id; those that were not killed serve again."""
+    """The actors of this module by id; actors that were not killed are used again."""
 
     def __init__(self):
         self.by_id, self.pids = {}, {}
 
-    def call(self, members):
-        """Start the members that are not there, and wait until all are."""
+    def start_missing(self, members):
+        """Start the members that do not exist yet, and wait until they answer."""
         new = [member for member in members if member not in self.by_id]
         self.by_id |= {member: Member.remote() for member in new}
         pids = get([self.by_id[member].pid.remote() for member in new])
@@ -129,7 +129,7 @@ class Group:
         return [getattr(self.actors.by_id[m], method).remote(*arguments) for m in members]
 
     def begin_to_form(self, members, generation, *, among=None, **more):
-        self.actors.call(members)
+        self.actors.start_missing(members)
         ids = tuple(among or members)
         return [
             self.actors.by_id[m].form.remote(ids, m, generation, self.name, **more) for m in members
@@ -142,7 +142,7 @@ class Group:
         return get(self.begin(members, "sum"))
 
     def begin_to_sum(self, members):
-        """Let members sum again and again; return once each has a few sums."""
+        """Let members sum repeatedly; return once each has completed a few sums."""
         refs = self.begin(members, "sum_until_it_fails")
         deadline = time.monotonic() + BOUND_S
         while min(get(self.begin(members, "state"))) < 3:
@@ -180,7 +180,7 @@ def test_all_operations_among_three_actors(group):
         }
 
 
-def test_the_survivors_of_a_kill_name_it_sum_again_and_take_in_a_newcomer(group):
+def test_the_survivors_of_a_kill_name_the_lost_member_sum_again_and_admit_a_newcomer(group):
     group.form("abc", 0)
     refs = group.begin_to_sum("abc")
     killed_at = group.actors.signal("c", signal.SIGKILL)
@@ -194,8 +194,8 @@ def test_the_survivors_of_a_kill_name_it_sum_again_and_take_in_a_newcomer(group)
     assert group.sums("abd") == [(9.0, 9.0)] * 3
 
 
-def test_a_member_that_is_killed_while_a_peer_computes_is_noticed_all_the_same(group):
-    """The one that waits waits for the peer, and has no open message with the lost one."""
+def test_the_loss_of_a_member_is_noticed_although_a_peer_computes(group):
+    """The waiting member waits for the peer and has no open message with the lost member."""
     group.form("abc", 0)
     refs = group.begin("a", "sum_until_it_fails")
     group.actors.signal("c", signal.SIGKILL)
@@ -216,7 +216,7 @@ def test_a_member_that_is_stopped_is_named_after_the_time_out(group):
     group.form("ab", 1)
     assert group.sums("ab") == [(5.0, 5.0)] * 2
     group.actors.signal("c", signal.SIGCONT)
-    [(error, _)] = get(refs[2:])  # it was left behind, and learns it
+    [(error, _)] = get(refs[2:])  # the stopped member learns that it was left out
     assert isinstance(error, ExchangeError)
     group.form("abc", 2)
     assert group.sums("abc") == [(9.0, 9.0)] * 3
@@ -232,7 +232,7 @@ def test_a_member_that_is_missing_when_a_group_forms_is_named(group):
     assert group.sums("ab") == [(5.0, 5.0)] * 2
 
 
-def test_a_generation_is_formed_once(group):
+def test_a_generation_can_be_formed_only_once(group):
     group.form("ab", 3)
     for ref in group.begin_to_form("ab", 3):
         with pytest.raises(ConfigError, match="generation must be above 3"):
@@ -250,7 +250,7 @@ def test_a_group_outlives_the_actor_in_which_its_members_meet(group):
     assert group.sums("ab") == [(5.0, 5.0)] * 2
 
 
-def test_a_name_that_another_back_end_has_is_not_taken_from_it(group):
+def test_a_group_name_of_another_back_end_is_not_taken_over(group):
     group.actors.call("g")
     get(group.begin("g", "form_by_gloo", group.name))
     with pytest.raises(ConfigError, match="is a group of another back end in this"):
@@ -267,7 +267,7 @@ print("sums", group.sums("xyz"))
 """
 
 
-def test_groups_of_one_name_in_two_jobs_do_not_meet(group, four_cpus):
+def test_groups_with_the_same_name_in_two_jobs_are_separate(group, four_cpus):
     group.form("ab", 5)
     script = OTHER_JOB.format(name=group.name)
     other = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a worker that leaves has learned goes to the one that comes, past the driver."""
+"""The state of a worker that leaves goes to its replacement through a file, not the driver."""
 
 import os
 import subprocess
@@ -21,8 +21,8 @@ from raydl.worker.loop import LAST
 # the file
 
 
-class Leaver:
-    """A worker's state in another process, which a test plays."""
+class FakeLeaver:
+    """A leaver in another process, played by the test."""
 
     worker_id = "w1"
 
@@ -30,7 +30,7 @@ class Leaver:
         self.state, self.problem = state, problem
 
     def begin_write(self, storage, name, token):
-        assert storage.exists(token), "by which another machine sees that its disk is this one"
+        assert storage.exists(token), "the token by which another machine recognizes a shared disk"
         self.storage, self.name = storage, name
         return self
 
@@ -41,12 +41,12 @@ class Leaver:
         return self.storage.write_pieces(self.name, pack(self.state).pieces())
 
 
-def kept(handovers, leaver):
-    """Let a leaver hand in; return what is told of it."""
-    told, is_told = [], threading.Event()
-    handovers.keep(leaver, lambda result: (told.append(result), is_told.set()))
-    assert is_told.wait(20)
-    return told[0]
+def hand_in(handovers, leaver):
+    """Hand in the state of a leaver; return the reported result."""
+    results, is_reported = [], threading.Event()
+    handovers.keep(leaver, lambda result: (results.append(result), is_reported.set()))
+    assert is_reported.wait(20)
+    return results[0]
 
 
 def files_in(folder):
@@ -55,10 +55,12 @@ def files_in(folder):
 
 def test_the_file_of_a_leaver_exists_until_it_is_forgotten(tmp_path):
     handovers = Handovers(Storage(str(tmp_path)), "a1")
-    saved = kept(handovers, Leaver({"weights": torch.arange(5.0)}))
+    saved = hand_in(handovers, FakeLeaver({"weights": torch.arange(5.0)}))
     assert isinstance(saved, SavedState)
     assert saved.load()["weights"].tolist() == [0, 1, 2, 3, 4]
-    assert [f"handovers/{name}" for name in files_in(tmp_path)] == [saved.name], "and no token"
+    assert [f"handovers/{name}" for name in files_in(tmp_path)] == [saved.name], (
+        "the token is deleted"
+    )
     handovers.forget(saved)
     handovers.clear(all=True).join(20)
     assert not (tmp_path / "handovers").exists()
@@ -69,15 +71,17 @@ LOSSES = [StateLostError("w1", "its process was killed"), OSError("no space left
 
 @pytest.mark.parametrize("problem", LOSSES, ids=["the leaver is lost", "the disk is full"])
 def test_a_failed_write_is_reported_and_leaves_no_file(tmp_path, problem):
-    assert kept(Handovers(Storage(str(tmp_path)), "a1"), Leaver({}, problem=problem)) is problem
+    assert (
+        hand_in(Handovers(Storage(str(tmp_path)), "a1"), FakeLeaver({}, problem=problem)) is problem
+    )
     assert files_in(tmp_path) == []
 
 
 def test_a_start_deletes_the_files_of_earlier_starts_and_none_of_its_own(tmp_path):
     storage = Storage(str(tmp_path))
-    left = kept(Handovers(storage, "a1"), Leaver({}))
+    left = hand_in(Handovers(storage, "a1"), FakeLeaver({}))
     now = Handovers(storage, "b2")
-    saved = kept(now, Leaver({}))
+    saved = hand_in(now, FakeLeaver({}))
     now.clear().join(20)
     assert [f"handovers/{name}" for name in files_in(tmp_path)] == [saved.name] != [left.name]
 
@@ -96,7 +100,7 @@ def workers_of(rounds):
     return ensemble.workers[0]
 
 
-def test_a_leaver_holds_its_replica_without_a_copy():
+def test_a_leaver_keeps_its_replica_without_a_copy():
     worker = workers_of(rounds=3)
     worker.hold_last()
     held = b"".join(worker.held(LAST).pieces())
@@ -118,13 +122,13 @@ def test_the_replica_of_a_leaver_outlives_later_checkpoints():
 
 # on Ray
 
-_BLIND = """
+_OTHER_FOLDER = """
 import sys
 from raydl.ray_backend import state_transfer
 from raydl.storage import Storage
 from raydl.cli import main
 
-# For workers it is another folder, as a disk of another machine is: the driver passes it on.
+# Workers see another folder, like the disk of another machine, so the driver transfers the state.
 Storage.address, state_transfer.PIECE_BYTES = sys.argv.pop(1), 10_000
 sys.exit(main())
 """
@@ -140,7 +144,7 @@ def test_a_replacement_continues_with_the_replica_of_the_leaver(
     four_cpus, tmp_path, method, is_blind
 ):
     options = ["--model", "origins:model", "--epochs", "99999", "--period", "4", "--workers", "2"]
-    words = ["-c", _BLIND, str(tmp_path / "elsewhere")] if is_blind else ["-m", "raydl"]
+    words = ["-c", _OTHER_FOLDER, str(tmp_path / "elsewhere")] if is_blind else ["-m", "raydl"]
     options += ["--method", method]
     with ClusterRun(four_cpus, tmp_path / "run", *options, words=words) as run:
         run.until_training(2)

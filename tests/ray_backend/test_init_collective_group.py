@@ -1,4 +1,4 @@
-"""Which members may come to a user's group, and what is refused before any is waited for."""
+"""Members of a user's group: wrong arguments and wrong members are refused before any wait."""
 
 import math
 import time
@@ -38,7 +38,7 @@ def test_a_wrong_argument_is_reported_with_its_limit(arguments, problem):
         form(**arguments)
 
 
-def test_sums_on_a_device_are_refused_where_all_is_encrypted(monkeypatch):
+def test_sums_on_a_device_are_refused_on_a_cluster_with_tls(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
         monkeypatch.setenv(f"RAY_TLS_{name}", name)
@@ -46,7 +46,7 @@ def test_sums_on_a_device_are_refused_where_all_is_encrypted(monkeypatch):
         form(device="cuda")
 
 
-def test_a_process_that_is_no_actor_is_refused():
+def test_a_process_that_is_not_an_actor_is_refused():
     with pytest.raises(
         ConfigError, match="must be called inside a Ray actor; this process is not one"
     ):
@@ -95,7 +95,7 @@ def test_without_the_keys_a_time_out_names_no_member():
     assert error.missing == ()
 
 
-def test_a_wait_that_another_generation_ends_says_so_at_once():
+def test_a_wait_that_a_later_generation_ends_says_so_at_once():
     error = failure_of(Store("a later generation has begun", is_late=False))
     assert type(error) is ExchangeError
     assert error.problem == (
@@ -144,7 +144,7 @@ def test_a_member_of_an_earlier_generation_is_refused(keys):
     )
 
 
-def test_members_that_know_of_other_members_are_refused(keys):
+def test_a_member_with_a_different_list_of_members_is_refused(keys):
     keys.enter("ring", 0, ("a", "b"), 0, A)
     refusal = keys.enter("ring", 0, ("b", "a"), 0, B)
     assert str(refusal) == (
@@ -153,7 +153,7 @@ def test_members_that_know_of_other_members_are_refused(keys):
     )
 
 
-def test_a_member_enters_a_generation_once(keys):
+def test_a_member_can_enter_a_generation_only_once(keys):
     keys.enter("ring", 0, ("a", "b"), 0, A)
     refusal = keys.enter("ring", 0, ("a", "b"), 0, A)
     assert str(refusal) == (
@@ -162,16 +162,16 @@ def test_a_member_enters_a_generation_once(keys):
     assert keys.enter("ring", 1, ("a", "b"), 0, A) is None
 
 
-def test_groups_of_other_names_have_generations_and_keys_of_their_own(keys):
+def test_groups_with_other_names_have_their_own_generations_and_keys(keys):
     keys.enter("ring", 3, ("a",), 0, A)
     assert keys.enter("other", 0, ("a", "b"), 0, A) is None
     assert "process/0" in keys.wait_for_keys("other", 0, [], 0.0)
     assert "process/0" not in keys.wait_for_keys("third", 0, [], 0.0)
 
 
-def test_it_is_unused_since_the_last_member_of_the_newest_generation_was_seen(keys, clock):
+def test_keys_are_unused_since_the_last_member_of_the_newest_generation_was_seen(keys, clock):
     clock.now = 7.0
-    assert keys.unused_s() == 7.0  # nobody has come
+    assert keys.unused_s() == 7.0  # no member has entered
     keys.enter("ring", 0, ("a", "b"), 0, A)
     keys.enter("ring", 0, ("a", "b"), 1, B)
     assert keys.unused_s() == 0.0

@@ -1,4 +1,4 @@
-"""What Ray's job client answers, and what that means, without a cluster."""
+"""The answers of Ray's job client and their meaning, without a cluster."""
 
 import pytest
 from ray.exceptions import RpcError
@@ -36,7 +36,7 @@ def http_error(code, text):
 
 @pytest.fixture
 def client(monkeypatch):
-    """Return RayJobs with a client that raises, and says of every job that it is not there."""
+    """Return a function that makes RayJobs with a client that raises an error."""
 
     def make(error, looks=None):
         monkeypatch.setattr(FakeClient, "error", error)
@@ -73,16 +73,16 @@ def test_only_rays_own_answer_means_that_a_cluster_was_restarted(client, error, 
         (http_error(504, "too late"), "504: too late"),
     ],
 )  # fmt: skip
-def test_a_cluster_that_is_not_ready_yet_says_why_and_is_asked_again(client, error, why):
+def test_a_cluster_that_is_not_ready_yet_is_polled_again_with_its_reason(client, error, why):
     jobs = client(error, http_error(404, "Job x does not exist"))
     assert why in jobs.submit("x", "true")
 
 
-def test_a_cluster_that_says_nothing_is_asked_again(client):
+def test_a_cluster_that_does_not_answer_is_polled_again(client):
     assert client(ConnectionError(), http_error(404, "Job x does not exist")).submit("x", "y") == ""
 
 
-def test_an_answer_that_is_no_job_is_kept_as_the_reason(client):
+def test_an_answer_that_is_not_a_job_is_kept_as_the_reason(client):
     jobs = client(http_error(500, "Traceback (most recent call last):\n  File a\nOSError: full"))
     assert jobs.look("x").message == jobs.submit("x", "true") == "OSError: full"
 
@@ -98,7 +98,7 @@ def test_an_answer_that_is_no_job_is_kept_as_the_reason(client):
         (PermissionError(13, "denied", "a.bin"), "denied: 'a.bin'"),
     ],
 )
-def test_a_refusal_is_one_sentence_with_the_reason(client, error, end):
+def test_a_refusal_raises_one_sentence_with_the_reason(client, error, end):
     with pytest.raises(RaydlError, match=r"^the cluster rejected the job: ") as caught:
         client(error, http_error(404, "Job x does not exist")).submit("x", "true")
     assert str(caught.value).endswith(end)
@@ -129,5 +129,5 @@ def test_another_server_at_the_address_is_reported_in_one_sentence(client, error
         ("auto", "auto"),
     ],
 )
-def test_an_address_without_a_scheme_is_one_of_http(address, url):
+def test_an_address_without_a_scheme_uses_http(address, url):
     assert ray_session.dashboard_url(address) == url

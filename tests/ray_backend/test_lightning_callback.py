@@ -1,4 +1,4 @@
-"""Modules of Lightning train together: the stock example, and what the module sees."""
+"""Lightning modules train together: the stock example, and the effects on the module."""
 
 import re
 import runpy
@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 @pytest.fixture(scope="module")
 def job():
-    """The names of the example."""
+    """Return the global names of the example."""
     return runpy.run_path(str(JOB))
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Modules are those of a run of one worker, without Ray."""
+    """Return a callback for a run of one worker, without Ray."""
     from raydl.ray_backend import lightning_callback
 
     monkeypatch.setattr(lightning_callback, "attach", attach_alone)
@@ -37,7 +37,7 @@ def fit(job, folder, callback, *, epochs=2, module=None, trainer=None, **options
 
     torch.manual_seed(0)
     module = module or job["Perceptron"]()
-    for parameter in module.parameters():  # whenever it was made
+    for parameter in module.parameters():  # the same start, whenever the module was made
         torch.nn.init.normal_(parameter, std=0.1)
     own = {"callbacks": [callback] if callback else [], **(trainer or {})}
     trainer = lightning.Trainer(
@@ -66,7 +66,7 @@ def test_the_module_is_validated_saved_and_left_as_the_center(job, tmp_path, alo
 
 
 @pytest.mark.processes
-def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_path, alone):
+def test_a_resumed_training_continues_with_replica_and_center(job, tmp_path, alone):
     _, whole = fit(job, tmp_path / "whole", alone, epochs=3)
     trainer, _ = fit(job, tmp_path / "part", alone, epochs=1)
     checkpoint = trainer.checkpoint_callback.best_model_path
@@ -86,7 +86,7 @@ def test_accumulation_clipping_and_schedules_give_the_steps_of_the_plain_module(
             schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=2)
             return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
 
-    def attach(model, optimizer, *, worker_id=None, **_):  # without an exchange in so few steps
+    def attach(model, optimizer, *, worker_id=None, **_):  # no exchange within these few steps
         config = user_loop_config(MethodConfig(name="sync-easgd", period=10**6), 1)
         elastic = Threads(config).attach(model, optimizer, worker_id)
         monkeypatch.setattr(elastic, "center_state_dict", lambda: copy_state(model))
@@ -103,7 +103,7 @@ def test_accumulation_clipping_and_schedules_give_the_steps_of_the_plain_module(
 
 
 @pytest.mark.processes
-def test_weights_that_are_saved_alone_are_those_of_the_center(job, tmp_path, alone):
+def test_a_checkpoint_of_weights_only_has_those_of_the_center(job, tmp_path, alone):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving = ModelCheckpoint(dirpath=tmp_path / "saved", save_weights_only=True)
@@ -114,7 +114,7 @@ def test_weights_that_are_saved_alone_are_those_of_the_center(job, tmp_path, alo
 
 @pytest.fixture
 def broken(job):
-    """A module whose training fails in its fourth step."""
+    """Return a module whose training fails in its fourth step."""
 
     class Broken(job["Perceptron"]):
         def training_step(self, batch, number):
@@ -126,7 +126,7 @@ def broken(job):
 
 
 @pytest.mark.processes
-def test_after_an_error_the_worker_leaves(job, tmp_path, alone, broken):
+def test_a_worker_leaves_after_an_error(job, tmp_path, alone, broken):
     with pytest.raises(ZeroDivisionError, match="my own mistake"):
         fit(job, tmp_path, alone, module=broken)
     assert alone.elastic is None
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_an_error_causes_has_the_center_and_the_replica(
     (state,) = torch.load(path, weights_only=True)["optimizer_states"]
     assert torch.equal(flat_of(saved), state["center"]["weights"])
     assert torch.equal(flat_of(copy_state(broken)), state["replica"]["weights"])
-    _, module = fit(job, tmp_path / "again", alone, ckpt_path=str(path))  # goes on with both
+    _, module = fit(job, tmp_path / "again", alone, ckpt_path=str(path))  # continues with both
     assert not equal_states(saved, copy_state(module))
 
 
@@ -177,7 +177,7 @@ def test_an_error_before_the_worker_has_joined_is_the_only_one(job, tmp_path, al
 
 
 @pytest.mark.processes
-def test_two_optimizers_are_refused_in_one_sentence(job, tmp_path, alone):
+def test_two_optimizers_are_refused_with_one_sentence(job, tmp_path, alone):
     class Two(job["Perceptron"]):
         automatic_optimization = False
 

@@ -1,4 +1,4 @@
-"""What a run listens on, and what a process without the cluster's token gets from it."""
+"""Sockets on which a run listens, and their answers to a process without the cluster's token."""
 
 import contextlib
 import socket
@@ -30,12 +30,12 @@ CALLS = (
 """One call of each of Ray's services."""
 OURS = ("ray::WorkerActor", "ray::CenterActor", "ray::EvaluatorActor")
 OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
-"""For all interfaces, the address of one."""
+"""The address to connect to where a process listens on all interfaces."""
 WITHIN_S = 1.0
 BOUND_S = 60.0
 NONCE = b"rayd"
 VALIDATE_AND_PING = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\x0d"
-"""What a client of torch's TCPStore sends first."""
+"""The first message of a client of torch's TCPStore."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def our_processes(run):
 
 
 def answer_to_a_call(host, port, name):
-    """Return what gRPC says of a call of Ray's without a token."""
+    """Return the gRPC status of a call of Ray's without a token."""
     options = [("grpc.enable_http_proxy", 0)]
     with grpc.insecure_channel(_at(host, port), options=options) as channel:
         call = channel.unary_unary(f"/ray.rpc.{name}")
@@ -101,12 +101,12 @@ def is_open(host, port):
     except ConnectionRefusedError:
         return False
     except TimeoutError:
-        pass  # too many others are waiting to connect
+        pass  # its queue of connections is full
     return True
 
 
 def shows(host, port):
-    """Return what a listener shows without a token: nothing, figures, or something else.
+    """Return what a listener shows without a token: "nothing", "figures" or something else.
 
     A busy process may not answer in time, and another may end: the question is repeated.
     """
@@ -130,12 +130,12 @@ def progress(run):
 
 
 def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
-    """One that is open there is Ray's, and asks for the token."""
+    """A port that is open there belongs to Ray and requires the token."""
 
     on_all, on_one = [], []
 
     def are_up():
-        """Whether Ray has one in each process, and gloo one in each worker."""
+        """Return whether Ray listens in each process, and gloo in each worker."""
         processes = our_processes(run)
         on_all.clear()
         on_one.clear()
@@ -143,7 +143,7 @@ def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
             (on_all if ip_address(place[0]).is_unspecified else on_one).append(place)
         return len(on_all) == len(processes) and len(on_one) == 2
 
-    run.until(are_up)  # the evaluator may be starting, or a worker be between two generations
+    run.until(are_up)  # the evaluator may be starting, or a worker may be between two generations
     assert [place for place in on_all if shows(*place) != "nothing"] == []
     assert {host for host, _ in on_one} == {run.cluster.head_node.node_ip_address}
 
@@ -161,7 +161,7 @@ def test_rays_sockets_require_the_token_or_show_only_figures(run):
 
 
 def answers_as_a_store(host, port):
-    """Return whether a stranger is answered in the protocol of torch's TCPStore.
+    """Return whether a listener answers a stranger in the protocol of torch's TCPStore.
 
     Not by its own client: that waits without a bound for somebody who speaks another one.
     """
@@ -173,8 +173,8 @@ def answers_as_a_store(host, port):
             return False
 
 
-def test_a_store_of_torch_answers_anybody():
-    """So that the next test is known to find one."""
+def test_a_store_of_torch_answers_any_process():
+    """This shows that the next test would find one."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert answers_as_a_store("127.0.0.1", store.port)
 
@@ -187,8 +187,8 @@ def test_a_stranger_finds_no_store_in_which_to_read_write_or_delete(run):
         assert not is_open, port
 
 
-def test_a_stranger_who_guesses_a_workers_number_becomes_no_rank(run):
-    """gloo reads the number of a pair from whoever connects; all pairs are taken."""
+def test_a_stranger_that_guesses_a_workers_number_does_not_become_a_rank(run):
+    """gloo reads the number of a pair from any connection; all pairs are taken."""
     places = [
         place
         for pid in our_processes(run)
@@ -208,5 +208,5 @@ def test_a_stranger_who_guesses_a_workers_number_becomes_no_rank(run):
         run.until(lambda: progress(run) > before + 10_000)
         for stranger in strangers:
             with contextlib.suppress(BlockingIOError, ConnectionError):
-                assert stranger.recv(1) == b""  # not a byte of the run
+                assert stranger.recv(1) == b""  # no byte of the run's data
     assert run.status()["generation"] == 1

@@ -1,4 +1,4 @@
-"""A busy process is not a dead one."""
+"""A busy process is told from a dead one by its CPU time."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from raydl.ray_backend.cluster import kill_process
 from raydl.ray_backend.liveness import Liveness, Times, times_of
 
 
-def looked(*times, at=(1.0, 2.0)):
-    """A process that was looked at twice."""
+def checked(*times, at=(1.0, 2.0)):
+    """Return the liveness of a process that was checked twice."""
     liveness = Liveness()
     for now, seen in zip(at, times, strict=True):
         assert liveness.due(["w1"], now) == ["w1"]
@@ -25,8 +25,8 @@ def looked(*times, at=(1.0, 2.0)):
 
 
 def test_a_process_that_computes_is_busy():
-    assert looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0)).is_busy("w1", 2.0)
-    assert looked(Times(5.0, "S", 100.0), Times(5.2, "S", 101.0)).is_busy("w1", 2.0)
+    assert checked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0)).is_busy("w1", 2.0)
+    assert checked(Times(5.0, "S", 100.0), Times(5.2, "S", 101.0)).is_busy("w1", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -39,23 +39,23 @@ def test_a_process_that_computes_is_busy():
     ],
 )
 def test_a_process_that_does_not_compute_is_not_busy_and_the_reason_is_given(before, after, why):
-    liveness = looked(before, after)
+    liveness = checked(before, after)
     assert not liveness.is_busy("w1", 2.0)
     assert liveness.why_silent("w1", 2.0).startswith(why)
 
 
-def test_one_look_is_not_enough_and_an_old_one_tells_nothing():
+def test_one_check_is_not_enough_and_an_old_check_does_not_count():
     liveness = Liveness()
     liveness.due(["w1"], 1.0)
     liveness.note("w1", Times(5.0, "R", 100.0), 1.0)
     assert not liveness.is_busy("w1", 1.0)
-    liveness = looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
+    liveness = checked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
     assert not liveness.is_busy("w1", 8.0)
     assert liveness.why_silent("w1", 8.0) == "; its node does not answer either"
 
 
-def test_a_process_is_looked_at_once_a_second_and_forgotten_once_it_answers():
-    liveness = looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
+def test_a_process_is_checked_once_a_second_and_forgotten_once_it_answers():
+    liveness = checked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
     assert liveness.due(["w1"], 2.5) == []
     assert liveness.due([], 2.6) == []
     assert liveness.due(["w1"], 2.7) == ["w1"]
@@ -73,7 +73,7 @@ def test_silent_processes_are_checked_before_their_lease_expires():
     assert heartbeats.silent(2.5) == ["w1"]
 
 
-def test_the_kernel_tells_busy_from_stopped():
+def test_proc_shows_whether_a_process_is_busy_or_stopped():
     code = "print(1, flush=True)\nwhile True: sum(range(1000))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
@@ -94,12 +94,12 @@ def test_the_kernel_tells_busy_from_stopped():
 
 
 def test_a_stopped_process_of_this_node_is_killed():
-    """It hears no call of Ray's, and none ends it."""
+    """A stopped process receives no call of Ray's, so no call can end it."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.kill(process.pid, signal.SIGSTOP)
     kill_process(("this node", process.pid), home="this node")
     assert process.wait(timeout=10) == -signal.SIGKILL
-    kill_process(("this node", process.pid), home="this node")  # it has ended: that is well
+    kill_process(("this node", process.pid), home="this node")  # it has ended: no error
 
 
 def test_a_busy_process_is_logged_with_cause_and_setting():
@@ -117,7 +117,7 @@ HOLD = """
 import sys, time, itertools, collections, torch, raydl
 
 def hold(seconds):
-    # One call in C, which never gives the interpreter lock back: all other threads stand still.
+    # One call in C that does not release the interpreter lock: all other threads stand still.
     until = time.perf_counter() + seconds
     clock = iter(time.perf_counter, None)
     collections.deque(itertools.takewhile(until.__gt__, clock), maxlen=0)
@@ -147,8 +147,8 @@ raydl.Trainer(
 
 
 @pytest.mark.slow
-def test_at_the_default_lease_a_hold_of_a_minute_costs_no_worker(tmp_path):
-    """Of a shorter one see ``tests/elastic/test_worker_errors.py``."""
+def test_at_the_default_lease_a_held_lock_of_a_minute_loses_no_worker(tmp_path):
+    """``tests/elastic/test_worker_errors.py`` has the test with a shorter lease."""
     script = tmp_path / "own.py"
     script.write_text(HOLD)
     words = [sys.executable, script, tmp_path / "run"]

@@ -1,4 +1,4 @@
-"""Every method over Ray: the scenario of test_methods.py with the real actors."""
+"""Every method over Ray: the scenario of ``test_methods.py`` with real actors."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def actors(cluster):
-    """One center and two workers, which are set up anew for every method."""
+    """Return one center and two workers; each method sets them up anew."""
     center = CenterActor.options(max_concurrency=8).remote()
     workers = [WorkerActor.options(num_cpus=0).remote() for _ in range(NUM_WORKERS)]
     yield center, workers
@@ -55,7 +55,7 @@ def settings(method, **exchange):
 
 
 def train(actors, config, generation=1):
-    """Let the workers train to the end; return the last snapshot of the center."""
+    """Train to the end; return the last snapshot of the center."""
     center, workers = actors
     first = Ensemble(config, num_workers=0, images=IMAGES).first
     job = Job(
@@ -80,7 +80,7 @@ def train(actors, config, generation=1):
     ends = ray.get(runs, timeout=120)
     assert [end.outcome for end in ends] == [Outcome.FINISHED] * NUM_WORKERS
     last = max(end.round for end in ends)
-    wait_for(  # a worker sends it on its way, and does not wait until it is there
+    wait_for(  # workers do not wait until the snapshot has arrived
         lambda: last in ray.get(center.poll.remote(), timeout=60).rounds
     )
     return ray.get(center.get.remote(last), timeout=60)
@@ -112,7 +112,7 @@ def test_every_method_trains_among_actors_and_counts_every_sample(actors, method
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco"])
-def test_workers_that_share_the_steps_by_speed_count_every_sample_among_actors(actors, method):
+def test_every_sample_counts_when_actors_share_the_steps_by_speed(actors, method):
     config = settings(method)
     by_speed = dataclasses.replace(config.method, steps_by_speed=True)
     config = dataclasses.replace(config, method=by_speed)
@@ -131,13 +131,13 @@ def test_workers_that_share_the_steps_by_speed_count_every_sample_among_actors(a
         ("sync-easgd", {"packed": False, "resident": False, "overlap": False}),
     ],
 )
-def test_settings_of_the_exchange_hold_among_actors(actors, method, exchange):
+def test_settings_of_the_exchange_apply_among_actors(actors, method, exchange):
     config = settings(method, **exchange)
     check(config, train(actors, config))
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-msgd"])
-def test_a_parameter_group_with_scale_0_stays_as_it_began_among_actors(actors, method):
+def test_a_parameter_group_with_scale_0_does_not_change_among_actors(actors, method):
     config = settings(method)
     frozen = (ParamGroup(pattern="1.bias", lr_scale=0.0),)
     optimizer = dataclasses.replace(config.optimizer, param_groups=frozen)
@@ -151,7 +151,7 @@ def test_a_parameter_group_with_scale_0_stays_as_it_began_among_actors(actors, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sync-easgd", "hogwild-sgd"])
-def test_ten_thousand_exchanges_leave_every_process_as_large_as_it_was(actors, method):
+def test_ten_thousand_exchanges_do_not_grow_any_process(actors, method):
     center, workers = actors
 
     def exchanges(count):

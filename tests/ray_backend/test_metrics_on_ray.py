@@ -1,4 +1,4 @@
-"""Ray exports a run's curves where Prometheus looks for them."""
+"""Ray exports the curves of a run to Prometheus."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 
 def exported():
-    """Return the lines that the nodes of the cluster export of raydl."""
+    """Return the lines about raydl that the nodes of the cluster export."""
     lines = []
     for node in ray.nodes():
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -55,7 +55,7 @@ def test_the_nodes_export_the_drivers_metrics(cluster):
     deadline, lines = time.monotonic() + BOUND_S, []
     while len(lines) < len(expected) and time.monotonic() < deadline:
         time.sleep(0.5)  # the nodes collect every few seconds
-        with contextlib.suppress(OSError):  # it is asked again
+        with contextlib.suppress(OSError):  # the next attempt reads it
             lines = exported()
     found = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines}
     assert found == expected

@@ -1,4 +1,4 @@
-"""Why a call of an actor failed, in few words, from the pages that Ray says."""
+"""The cause of a failed actor call in a few words, from the long messages of Ray."""
 
 from unittest.mock import Mock
 
@@ -29,7 +29,7 @@ NODE = "The actor died because its node has died. Node Id: 17\n\tthe actor's nod
 
 
 def died(message):
-    """Ray's error of an actor, as it is made of what the cluster says."""
+    """Return Ray's error of a dead actor with a message of the cluster."""
     context = ActorDiedErrorContext(
         error_message=message, class_name="WorkerActor", pid=17, actor_id=b"a" * 16
     )
@@ -58,7 +58,7 @@ def test_another_error_is_reported_by_its_first_line(error, words):
     assert in_few_words(error) == words
 
 
-class Bare(RayWorkerGroup):
+class GroupWithoutProcesses(RayWorkerGroup):
     """A worker group whose center has no process."""
 
     def __init__(self):
@@ -87,9 +87,9 @@ def center_of(round):
 
 @pytest.fixture
 def worker_group(monkeypatch):
-    """A worker group that has just begun; references are the objects themselves."""
+    """A worker group at its start; references are the objects themselves."""
     monkeypatch.setattr("raydl.ray_backend.worker_group.ray.put", lambda value: value)
-    worker_group = Bare()
+    worker_group = GroupWithoutProcesses()
     worker_group.start_center(center_of(7))
     return worker_group
 
@@ -126,9 +126,9 @@ def test_a_diverged_center_restarts_with_the_optimizer_of_the_newest_checkpoint(
         assert worker_group._on_task_error(error, worker_group._calls.pop_call("checkpoint"))
     else:
         assert worker_group._on_run_ended(diverged("w0"))
-    worker_group._backup.keep("of 31", 31, 0.0, now=0.0)  # it was on its way
+    worker_group._backup.keep("of 31", 31, 0.0, now=0.0)  # it was already in transit
     worker_group.rebuild_center("w0")
-    worker_group._on_run_ended(diverged("w1"))  # it notices late, in the same generation
+    worker_group._on_run_ended(diverged("w1"))  # w1 notices late, in the same generation
     worker_group._backup.keep("of 40", 40, 0.0, now=0.0)
     worker_group.rebuild_center("w0")
     assert worker_group.started_with[-2:] == ["of 20", "of 40"]
@@ -142,7 +142,7 @@ def test_a_center_restarted_from_a_checkpoint_gets_no_later_optimizer_state(work
     assert worker_group.started_with[-1] == "of 20"
 
 
-def test_the_score_of_a_center_that_was_made_again_does_not_come(worker_group):
+def test_the_score_of_a_lost_center_is_dropped(worker_group):
     worker_group._calls.expect("score", "evaluator", list, task="evaluation")
     worker_group._calls.expect("state", "w0", list, task="state of w0")
     worker_group.rebuild_center(None)
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_dropped_if_the_center_is_lost_before_all_workers_have_a
 
 @pytest.fixture
 def poll(worker_group, monkeypatch):
-    """Poll a worker every second for some time; return the seconds at which its lease was over."""
+    """Return a function that polls a worker each second and returns when its lease expired."""
     now = [0.0]
     worker_group._heartbeats = Heartbeats(10.0, clock=lambda: now[0])
 
@@ -210,11 +210,11 @@ def test_an_error_that_a_process_raises_renews_its_lease(poll):
     assert poll(raised, for_s=30) == []
 
 
-# many answers
+# several answers in one poll
 
 
-class Arrivals:
-    """Ray's wait, on a clock of its own: a reference is (when its answer is there, its name)."""
+class FakeWait:
+    """Ray's wait with a simulated clock: a reference is (time of its answer, name)."""
 
     def __init__(self):
         self.now = 0.0
@@ -228,7 +228,7 @@ class Arrivals:
 
 @pytest.fixture
 def arrivals(monkeypatch):
-    arrivals = Arrivals()
+    arrivals = FakeWait()
     monkeypatch.setattr("raydl.ray_backend.pending_calls.ray", arrivals)
     return arrivals
 
@@ -267,7 +267,7 @@ def test_two_workers_answers_wait_for_a_millisecond(arrivals):
 
 
 def test_a_driver_without_pending_calls_pauses_between_its_polls(arrivals, monkeypatch):
-    """As at the end of a run, when threads score and write."""
+    """This is so at the end of a run, when threads evaluate and write."""
     pauses = []
     monkeypatch.setattr("raydl.ray_backend.pending_calls.time.sleep", pauses.append)
     assert PendingCalls().wait(0.25) == []

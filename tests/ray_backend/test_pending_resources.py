@@ -1,4 +1,4 @@
-"""What pending workers need, what there is, and what could come."""
+"""The resources that pending workers need, that the cluster has, and that could be added."""
 
 from types import SimpleNamespace
 
@@ -31,12 +31,12 @@ def test_the_needs_of_pending_workers_and_the_nodes_to_add_are_one_sentence():
 
 @pytest.fixture(autouse=True)
 def places(monkeypatch):
-    """Let Ray tell the process of an actor, 0 for one that has no room yet."""
+    """Fake the process id of an actor in Ray's table: 0 if it is not placed yet."""
 
-    def told_of(actor_id):
+    def entry_of(actor_id):
         return {"Pid": int(actor_id, 16), "Address": {"NodeID": "ab12"}}
 
-    monkeypatch.setattr(state, "actor_table", told_of)
+    monkeypatch.setattr(state, "actor_table", entry_of)
 
 
 def workers(*process_ids):
@@ -91,7 +91,7 @@ def test_too_many_workers_for_a_machine_are_refused_with_the_setting_to_lower(
     assert str(caught.value) == f"scaling.num_workers {sentence}"
 
 
-def test_a_cluster_that_does_not_report_its_resources_ends_no_run(monkeypatch):
+def test_a_cluster_that_does_not_report_its_resources_does_not_end_the_run(monkeypatch):
     def fail():
         raise RpcError("gone")
 

@@ -1,4 +1,4 @@
-"""A ray.data.Dataset as training data: each row once, by blocks, through to a trained model."""
+"""A ``ray.data.Dataset`` as training data: each row once, by blocks, up to a trained model."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from raydl.ray_backend.ray_data import from_ray
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Data warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # warnings of Ray Data itself
 ]
 
 
 class LineFit:
-    """y from x, by least squares: a task of one's own over the columns of a table."""
+    """A custom task over the columns of a table: y from x by least squares."""
 
     name = "line"
 
@@ -63,7 +63,7 @@ def test_an_empty_dataset_is_reported_in_one_sentence(cluster):
         from_ray(empty, seed=0, input=InputConfig())
 
 
-def test_a_task_of_ones_own_learns_from_a_ray_dataset(cluster, tmp_path):
+def test_a_custom_task_learns_from_a_ray_dataset(cluster, tmp_path):
     result = raydl.Trainer(
         LineFit(),
         table(600),

@@ -1,4 +1,4 @@
-"""Trials of Ray Tune are elastic runs: workers are lost, a scheduler ends the weak ones."""
+"""Trials of Ray Tune are elastic runs: workers are replaced, a scheduler ends weak trials."""
 
 import time
 from pathlib import Path
@@ -27,7 +27,7 @@ from raydl.tools.report.facts import read_run
 QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:ray")
 NUM_TRIALS = 4
 MOST_EPOCHS = 40
-"""On a busy machine a score takes some epochs: the first must come before the last one."""
+"""Scores take some epochs on a busy machine: the first must arrive before the last epoch."""
 
 
 @pytest.mark.cluster
@@ -42,7 +42,7 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
     plan.write_text(yaml.safe_dump({"faults": [fault]}))
     config = TrainConfig(
         data="digits",
-        model="origins:model",  # whose steps sleep: a trial lasts long enough to be ended
+        model="origins:model",  # its steps sleep, so that a trial lasts long enough to be ended
         scaling=ScalingConfig(num_workers=(1, 2), cpus_per_worker=0.5),
         training=TrainingConfig(epochs=10**6, batch_size=32),  # the scheduler ends it
         optimizer=OptimizerConfig(lr_schedule="constant", warmup=0.0),
@@ -50,7 +50,7 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
         checkpoint=CheckpointConfig(every_epochs=1, every_s=None),
         run=RunConfig(fault_plan=str(plan)),
     )
-    rates = [0.1, 3e-2, 1e-4, 1e-6]  # a later one is worse, and ended
+    rates = [0.1, 3e-2, 1e-4, 1e-6]  # later rates are worse, and their trials are ended
     results = tune.Tuner(
         raydl.tune.trainable(config),
         param_space={"optimizer.lr": tune.grid_search(rates)},
@@ -94,7 +94,7 @@ def test_parameters_are_settings_by_their_dotted_names():
 
 @pytest.mark.processes  # the import of Ray Tune takes seconds
 @pytest.mark.filterwarnings(*QUIET)
-def test_a_name_that_all_trials_would_share_is_refused():
+def test_a_run_name_shared_by_all_trials_is_refused():
     config = TrainConfig(run=RunConfig(name="first"))
     with pytest.raises(
         ConfigError, match=r"run\.name cannot be set for trials, .*, got first; name"

@@ -1,4 +1,4 @@
-"""An evaluation may take any time, as long as it moves."""
+"""An evaluation may take any time as long as it makes progress."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,7 +18,7 @@ PLACE = ("home", 17)
 
 
 class OneEvaluator(RayWorkerGroup):
-    """A worker group that only evaluates, on a clock that the test sets."""
+    """A worker group that only evaluates, with a clock that the test sets."""
 
     def __init__(self):
         self.now = 1000.0
@@ -38,7 +38,7 @@ class OneEvaluator(RayWorkerGroup):
         return [call.task for call in self._calls]
 
     def after(self, seconds, *, num_scored=None):
-        """Let time pass; return the events, the last ones of a progress report."""
+        """Advance the clock, with or without a progress report; return the events."""
         self.now += seconds
         events = [] if num_scored is None else self._on_progress(num_scored)
         return self.poll(0.0) + events
@@ -72,7 +72,7 @@ def test_an_evaluator_that_scores_nothing_for_five_minutes_is_ended_and_another_
     assert group.after(299.0) == []
 
 
-def test_an_evaluation_that_moves_may_take_any_time(group):
+def test_an_evaluation_that_makes_progress_may_take_any_time(group):
     for number in range(1, 20):
         assert group.after(290.0, num_scored=10 * number) == [Scoring(10 * number)]
     assert group.after(290.0, num_scored=190) == [Scoring(190)]

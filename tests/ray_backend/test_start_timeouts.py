@@ -1,4 +1,4 @@
-"""A process that a node holds must answer some time; one that waits for room need not."""
+"""A placed process must answer within its time-out; one that waits for resources need not."""
 
 import os
 import signal
@@ -22,56 +22,56 @@ from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.worker_group import RayWorkerGroup
 
 
-class Watch:
-    """Looks every second at processes that start, with a patience of 60 s."""
+class StartTimeoutsHarness:
+    """Start time-outs of 60 s, checked every second by a clock that the test sets."""
 
     def __init__(self, *names):
-        self.now, self.there = 0.0, set()
+        self.now, self.placed = 0.0, set()
         self.starts = StartTimeouts(60.0, clock=lambda: self.now)
         for name in names:
             self.starts.begin(name)
 
-    def look_on(self, until):
-        """Look until then; return who was ever given up, with the moment."""
+    def check(self, until):
+        """Check until a time; return when each process was given up and how long it had waited."""
         found = {}
         while self.now < until:
             self.now += 1.0
-            for who, waited_s in self.starts.expired(self.there.__contains__):
-                found.setdefault(who, (self.now, waited_s))
+            for process, waited_s in self.starts.expired(self.placed.__contains__):
+                found.setdefault(process, (self.now, waited_s))
         return found
 
 
 def test_a_process_without_resources_never_times_out():
-    assert Watch("w0").look_on(until=10_000.0) == {}
+    assert StartTimeoutsHarness("w0").check(until=10_000.0) == {}
 
 
 def test_a_placed_process_that_does_not_answer_times_out():
-    watch = Watch("w0", "w1")
-    watch.look_on(until=100.0)
-    watch.there.add("w1")
-    assert watch.look_on(until=300.0) == {"w1": (170.0, 65.0)}  # seen at 105, then every 5 s
+    harness = StartTimeoutsHarness("w0", "w1")
+    harness.check(until=100.0)
+    harness.placed.add("w1")
+    assert harness.check(until=300.0) == {"w1": (170.0, 65.0)}  # seen at 105, then every 5 s
 
 
 def test_a_process_that_has_answered_or_ended_is_not_given_up():
-    watch = Watch("w0", "w1")
-    watch.there |= {"w0", "w1"}
-    watch.look_on(until=30.0)
-    watch.starts.end("w0")
-    watch.starts.end("unknown")
-    assert set(watch.look_on(until=300.0)) == {"w1"}
+    harness = StartTimeoutsHarness("w0", "w1")
+    harness.placed |= {"w0", "w1"}
+    harness.check(until=30.0)
+    harness.starts.end("w0")
+    harness.starts.end("unknown")
+    assert set(harness.check(until=300.0)) == {"w1"}
 
 
 def test_a_process_is_checked_every_five_seconds():
-    watch, looks = Watch("w0"), []
+    harness, checks = StartTimeoutsHarness("w0"), []
     for _ in range(20):
-        watch.now += 1.0
-        watch.starts.expired(lambda who: looks.append((who, watch.now)))
-    assert looks == [("w0", 5.0), ("w0", 10.0), ("w0", 15.0), ("w0", 20.0)]
+        harness.now += 1.0
+        harness.starts.expired(lambda process: checks.append((process, harness.now)))
+    assert checks == [("w0", 5.0), ("w0", 10.0), ("w0", 15.0), ("w0", 20.0)]
 
 
 @ray.remote(num_cpus=0)
-class Halted:
-    """A worker whose process stops before it hears a call."""
+class HaltedWorker:
+    """A worker whose process stops before it receives a call."""
 
     def __init__(self):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -84,7 +84,7 @@ class Halted:
 
 
 class OneWorker(RayWorkerGroup):
-    """A worker group that has no center, and takes up what is asked for as it does in a run."""
+    """A worker group without a center that starts requested workers as in a run."""
 
     def __init__(self, patience_s):
         self._job = SimpleNamespace(config=SimpleNamespace(
@@ -105,7 +105,7 @@ class OneWorker(RayWorkerGroup):
 def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(
     four_cpus, cluster, monkeypatch
 ):
-    monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", Halted)
+    monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", HaltedWorker)
     worker_group = OneWorker(patience_s=1.0)
     worker_group.request_worker("w0")
     deadline, events = time.monotonic() + BOUND_S, []
@@ -135,7 +135,7 @@ class StartingShards(RayWorkerGroup):
         for index in (1, 2):
             self._starts.begin(f"shard {index}")
 
-    def ask_again(self):
+    def poll_again(self):
         self._polled_at = -1e9
         self._calls.forget(lambda _: True)
         self._poll_processes()
@@ -145,23 +145,23 @@ class StartingShards(RayWorkerGroup):
         return self._heartbeats.silent(-1.0)
 
 
-def test_a_shard_has_a_lease_from_its_first_answer_on():
-    """Before that it imports and builds, which takes longer than a lease on a crowded machine."""
+def test_the_lease_of_a_shard_begins_with_its_first_answer():
+    """Its start takes longer than a lease on a crowded machine."""
     group = StartingShards()
-    group.ask_again()
+    group.poll_again()
     assert group.leased == []
     group._on_ping((2, ("node", 4), Refused("process", 0)))
-    group.ask_again()
+    group.poll_again()
     assert group.leased == ["shard 2"]
 
 
 def test_a_lost_shard_is_not_polled_until_the_center_is_started_again():
-    """Each poll would fail at once, and report one more loss."""
+    """Each poll would fail at once and report a further loss."""
     group = StartingShards()
     for index in (1, 2):
         group._on_ping((index, ("node", index), Refused("process", 0)))
     assert group._lose("shard 1", "its node was lost") == [Lost("shard 1", "its node was lost")]
-    group.ask_again()
+    group.poll_again()
     assert [shard.ping.remote.called for shard in group._shards[1:]] == [False, True]
 
 
@@ -180,8 +180,8 @@ def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
 NODE = "0" * 56
 
 
-class Starting(RayWorkerGroup):
-    """A worker group whose processes start on a node at once, on a clock of its own."""
+class StartingGroup(RayWorkerGroup):
+    """A worker group whose processes are placed at once, with a clock that the test sets."""
 
     def __init__(self):
         self.now, self.killed = 0.0, []
@@ -200,7 +200,7 @@ class Starting(RayWorkerGroup):
         self._polled_at = time.monotonic() + 1e6
 
     def polls(self, *, until):
-        """Poll every second until then; return the losses."""
+        """Poll every second until a time; return the losses."""
         lost = []
         while self.now < until:
             self.now += 1.0
@@ -210,7 +210,7 @@ class Starting(RayWorkerGroup):
 
 @pytest.fixture
 def starting(monkeypatch):
-    group, where = Starting(), "raydl.ray_backend.worker_group"
+    group, where = StartingGroup(), "raydl.ray_backend.worker_group"
     for name in ("WorkerActor", "CenterActor", "ray.kill"):
         monkeypatch.setattr(f"{where}.{name}", Mock())
     monkeypatch.setattr(f"{where}.place_of", lambda actor: ("node", 3))
@@ -219,7 +219,7 @@ def starting(monkeypatch):
 
 
 def test_a_worker_whose_setup_never_ends_is_lost(starting):
-    """It waits for a driver of the GPU, or for a file system, and answers meanwhile."""
+    """The worker waits for a GPU driver or a file system, and answers polls meanwhile."""
     starting._start_worker("w0", {})
     starting.polls(until=50.0)
     starting._on_alive("w0", None)
@@ -252,7 +252,7 @@ def test_a_center_that_never_starts_is_lost(starting):
 
 @pytest.mark.parametrize(("owed_s", "killed"), [(0.0, []), (2.0, []), (3.0, [("node", 3)])])
 def test_only_a_process_that_was_long_silent_is_killed_by_its_id(starting, owed_s, killed):
-    """Ray reports that as a crash, which a worker that is late at the end of a run is not."""
+    """Ray reports such a kill as a crash; being late at the end of a run is not one."""
     starting._start_worker("w0", {})
     starting._on_set_up("w0", None, (("node", 3), False))
     starting._heartbeats = Heartbeats(10.0, clock=lambda: starting.now)

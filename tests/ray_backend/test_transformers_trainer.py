@@ -1,4 +1,4 @@
-"""Trainers of Transformers train together: the stock example, and what its trainer sees."""
+"""Transformers trainers train together: the stock example, and the effects on its trainer."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 @pytest.fixture(scope="module")
 def job(root_of_module):
-    """The names of the example."""
+    """Return the global names of the example."""
     return runpy.run_path(str(root_of_module / "jobs/transformers_lora.py"))
 
 
@@ -36,7 +36,7 @@ def root_of_module():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Trainers are those of a run of one worker, without Ray."""
+    """Make trainers attach to a run of one worker, without Ray."""
     from raydl.ray_backend import transformers_trainer
 
     monkeypatch.setattr(transformers_trainer, "attach", attach_alone)
@@ -90,7 +90,7 @@ def test_the_trainer_evaluates_saves_and_ends_with_the_center(job, tmp_path, alo
 
 
 @pytest.mark.processes
-def test_a_training_that_is_resumed_goes_on_with_replica_and_center(job, tmp_path, alone):
+def test_a_resumed_training_continues_with_replica_and_center(job, tmp_path, alone):
     ends = []
     for checkpoint in (None, str(tmp_path / f"checkpoint-{STEPS // 2}")):
         trainer, model = trainer_of(job, tmp_path, save_steps=STEPS // 2)
@@ -112,7 +112,7 @@ def test_only_the_adapter_is_exchanged(job, tmp_path, alone):
 
 
 @pytest.mark.processes
-def test_each_worker_draws_an_order_of_its_own_unless_a_data_seed_is_given(job, tmp_path, alone):
+def test_each_worker_has_its_own_sample_order_unless_a_data_seed_is_given(job, tmp_path, alone):
     seeds = []
     for worker_id in ("w0", "w1", "w0"):
         trainer, _ = trainer_of(job, tmp_path)
@@ -203,14 +203,14 @@ def test_a_trainer_that_shards_or_is_parallel_is_refused(job, tmp_path, monkeypa
 
 
 @pytest.mark.processes
-def test_something_else_than_a_trainer_is_refused():
+def test_an_object_that_is_not_a_trainer_is_refused():
     with pytest.raises(ConfigError, match=r"must be a transformers\.Trainer, got a str"):
         raydl.attach_trainer("trainer", method="sync-easgd")
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
 class Tuner:
-    """Runs the example, and tells how far it is."""
+    """Runs the example and reports its number of steps."""
 
     def __init__(self, path):
         import transformers
@@ -236,7 +236,7 @@ class Tuner:
 
 
 @pytest.mark.cluster
-def test_the_example_learns_though_one_of_its_two_workers_is_killed(cluster, root, tmp_path):
+def test_the_example_learns_although_one_of_its_two_workers_is_killed(cluster, root, tmp_path):
     actors = [Tuner.remote(str(root / "jobs/transformers_lora.py")) for _ in range(2)]
     pids = ray.get([actor.pid.remote() for actor in actors], timeout=BOUND_S)
     calls = [actor.train.remote(str(tmp_path / f"w{n}")) for n, actor in enumerate(actors)]

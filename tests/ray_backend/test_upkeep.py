@@ -1,4 +1,4 @@
-"""A process that trains keeps the memory of a step for the next one."""
+"""A training process keeps the memory of a step for the next step."""
 
 import os
 import subprocess
@@ -23,29 +23,29 @@ model = models.find("resnet20")((3, 32, 32), 10)
 pictures = torch.randn(32, 3, 32, 32)
 
 def step():
-    model.zero_grad(set_to_none=False)  # as on a flat buffer
+    model.zero_grad(set_to_none=False)  # as with flat gradients
     model(pictures).square().mean().backward()
 
 def run():
-    for _ in range(10):  # until the heap has grown to what it needs
+    for _ in range(10):  # until the heap has its final size
         step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         step()
     print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
 
-thread = threading.Thread(target=run)  # as the loop of a worker's actor
+thread = threading.Thread(target=run)  # like the loop of a worker's actor
 thread.start()
 thread.join()
 """
 
 
 def faults(how):
-    """Return the pages that each step of a small ResNet takes anew from the system."""
-    told = subprocess.run(
+    """Return the page faults of each step of a small ResNet."""
+    done = subprocess.run(
         [sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True, timeout=120
     )
-    return int(told.stdout)
+    return int(done.stdout)
 
 
 @pytest.mark.processes
@@ -54,7 +54,7 @@ def test_memory_that_a_step_frees_is_used_by_the_next_one():
     assert faults("kept") < 100 < 1000 < faults("as it comes")
 
 
-def test_a_thread_gives_way_and_the_others_of_its_process_do_not():
+def test_one_thread_lowers_its_priority_and_the_others_keep_theirs():
     before, found = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []
 
     def work():

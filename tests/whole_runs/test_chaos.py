@@ -1,4 +1,4 @@
-"""Strikes at random on hosts: how they are dealt and counted, and what they do to runs."""
+"""Random faults on hosts: their injection, their counts, and their effects on runs."""
 
 import os
 import random
@@ -18,14 +18,14 @@ from benchmarks.runs_on_hosts import UNLIMITED_MBIT
 from benchmarks.storm import KINDS, Outcome, Storm, is_halted
 
 SECONDS = float(os.environ.get("RAYDL_CHAOS_S", "150"))
-"""Of strikes in the slow test, for each method."""
+"""Seconds of faults in the slow test, for each method."""
 MB = 1 << 20
 
 
-# what is counted
+# counts and limits
 
 
-def test_refusals_of_a_killed_driver_are_counted_as_far_as_it_logged_them():
+def test_refusals_that_a_killed_driver_had_logged_are_counted():
     outcome = Outcome()
     outcome.add_refused(
         [
@@ -39,14 +39,14 @@ def test_refusals_of_a_killed_driver_are_counted_as_far_as_it_logged_them():
     assert outcome.refused == {"messages": 1234, "snapshots": 3}
 
 
-def test_memory_is_judged_from_a_third_of_a_life_on():
+def test_the_first_third_of_a_process_is_ignored_in_the_growth_of_memory():
     memory = [(float(s), MB * (100 if s < 60 else 200 if s < 170 else 230)) for s in range(181)]
     assert growth(memory) == pytest.approx(1.15)
     assert growth(memory[:110]) is None, "too short"
     assert growth([]) is None
 
 
-def test_by_messages_each_loss_may_change_what_is_under_way_and_by_rounds_nothing():
+def test_a_loss_may_miscount_unfinished_samples_by_messages_but_none_in_rounds():
     outcome = Outcome(num_rejoined=1, num_out=3 * MOST_OUT)
     outcome.hits.update(["cut", "kill"])
     met = {
@@ -62,25 +62,25 @@ def test_by_messages_each_loss_may_change_what_is_under_way_and_by_rounds_nothin
 
 
 @pytest.mark.parametrize("kind", ["stale", "ended", "num_left", "growth"])
-def test_what_must_not_be_is_missed(kind):
+def test_a_run_that_breaks_a_promise_misses_its_figure(kind):
     outcome = Outcome(**{kind: 1 if kind == "num_left" else [1.3]})
     assert [f.is_met for f in chaos.figures_of("sync", outcome)].count(False) == 1
 
 
-# strikes
+# faults
 
 
 class FakeHosts:
-    """Four hosts on which processes are only named."""
+    """Four hosts with a table of processes; all calls are recorded."""
 
     number = 4
 
-    def __init__(self, named):
-        self.told = []
-        self._named = named
+    def __init__(self, processes):
+        self.calls = []
+        self._named = processes
 
     def __getattr__(self, name):
-        return lambda *words: self.told.append((name, *words))
+        return lambda *words: self.calls.append((name, *words))
 
     def processes(self, host):
         return dict(self._named.get(host, {}))
@@ -101,13 +101,13 @@ def clock(monkeypatch):
     return clock
 
 
-def storm_on(named, resume=None):
-    hosts, outcome = FakeHosts(named), Outcome()
+def storm_on(processes, resume=None):
+    hosts, outcome = FakeHosts(processes), Outcome()
     storm = Storm(SimpleNamespace(hosts=hosts), outcome, random.Random(1), resume)
     return storm, hosts, outcome
 
 
-def test_a_strike_counts_if_it_hits_something():
+def test_a_fault_counts_only_if_it_hits_something():
     storm, _, outcome = storm_on({})
     for kind in ("kill", "halt", "center", "node", "driver"):
         assert storm.inject(kinds={kind: 1}) == ""
@@ -120,28 +120,28 @@ def test_lasting_faults_end_in_time_or_with_the_storm(clock):
     storm, hosts, _ = storm_on({host: {10 + host: "/x/raylet/raylet "} for host in range(4)})
     assert "Mbit/s" in storm.inject(kinds={"thin": 1})
     assert "cut off" in storm.inject(kinds={"cut": 1})
-    (_, mbit), (_, host) = hosts.told
+    (_, mbit), (_, host) = hosts.calls
     assert mbit <= 10
     clock.now = 1.0
     storm.tick()
-    assert len(hosts.told) == 2
+    assert len(hosts.calls) == 2
     clock.now = 61.0
     storm.tick()
-    assert sorted(hosts.told[2:]) == [("join", host), ("limit", UNLIMITED_MBIT)]
+    assert sorted(hosts.calls[2:]) == [("join", host), ("limit", UNLIMITED_MBIT)]
     storm.inject(kinds={"cut": 1})
     storm.end_all()
-    assert hosts.told[-1][0] == "join"
+    assert hosts.calls[-1][0] == "join"
 
 
 def test_a_host_that_is_cut_off_is_not_cut_off_again(clock):
     storm, hosts, outcome = storm_on({})
     for _ in range(100):
         storm.inject(kinds={"cut": 1})
-    assert sorted(hosts.told) == [("cut", host) for host in range(4)]
+    assert sorted(hosts.calls) == [("cut", host) for host in range(4)]
     assert outcome.hits["cut"] == 4
 
 
-def test_a_worker_is_halted_for_a_while_or_for_good(clock, sleeper, monkeypatch):
+def test_a_worker_is_halted_for_some_time_or_for_good(clock, sleeper, monkeypatch):
     storm, _, outcome = storm_on({2: {sleeper.pid: "ray::WorkerActor.run"}})
     monkeypatch.setattr(storm, "_start_nodes", lambda: None)
     done = set()
@@ -156,7 +156,7 @@ def test_a_worker_is_halted_for_a_while_or_for_good(clock, sleeper, monkeypatch)
     assert outcome.hits["halt"] == 20
 
 
-def test_nodes_that_have_ended_start_again_where_they_reach_the_head(clock, monkeypatch, tmp_path):
+def test_ended_nodes_restart_on_hosts_that_reach_the_head(clock, monkeypatch, tmp_path):
     started = []
     storm, _, outcome = storm_on({2: {12: "/x/raylet/raylet --head"}})
     storm._made.folder, storm._made.environment = tmp_path, {}
@@ -180,24 +180,24 @@ def test_nodes_that_have_ended_start_again_where_they_reach_the_head(clock, monk
     assert outcome.num_rejoined == 2
 
 
-def test_the_same_seed_gives_the_same_strikes(clock):
-    def strikes():
+def test_the_same_seed_gives_the_same_faults(clock):
+    def injected_calls():
         storm, hosts, _ = storm_on({})
         for _ in range(50):
             storm.inject(kinds=KINDS)
             clock.now += 30
             storm._nodes_at = clock.now + 100
             storm.tick()
-        return hosts.told
+        return hosts.calls
 
-    assert strikes() == strikes()
+    assert injected_calls() == injected_calls()
 
 
 # a storm
 
 
 @pytest.fixture
-def permitted():
+def can_make_hosts():
     if reason := why_not():
         pytest.skip(reason)
 
@@ -206,7 +206,7 @@ def permitted():
 @pytest.mark.cluster
 @pytest.mark.timeout(900 + 4 * SECONDS)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_storm_over_hosts_loses_no_sample_and_writes_nothing_stale(permitted, rule):
+def test_a_storm_over_hosts_loses_no_sample_and_writes_nothing_stale(can_make_hosts, rule):
     outcome = run_in_storm(rule, seed=2, seconds=SECONDS)
     assert outcome.hits.total() >= 4
     assert outcome.stale == outcome.ended == []

@@ -1,4 +1,4 @@
-"""Every sample counts exactly once an epoch, whatever is done to the machines.
+"""Every sample counts exactly once an epoch, whatever happens to the machines.
 
 The count is no figure of the run's own: each sample adds one to a weight of its own.
 """
@@ -24,15 +24,15 @@ from raydl.storage import Storage
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
-class Machines:
-    """Does one thing after another to the machines of a run, each once all train again."""
+class FaultInjector:
+    """Injects faults into the processes and nodes of a run."""
 
     def __init__(self, cluster, run):
         self.cluster, self.run = cluster, run
         self.num_losses = 0
 
     def until_all_train(self, num_workers=3):
-        """Wait until so many workers train, and have gone on by some rounds."""
+        """Wait until ``num_workers`` workers train and have completed further rounds."""
         self.run.until_training(num_workers)
         before = self.run.status()["num_samples"]
         self.run.until(lambda: self.run.status()["num_samples"] > before + 200)
@@ -42,25 +42,25 @@ class Machines:
             os.kill(actor_pids(self.cluster, name)[0], number)
         self.num_losses += 1
 
-    def until_again(self, words, act):
-        """Act, and wait until the log has one more line with some words."""
+    def act_until_logged(self, pattern, act):
+        """Act, and wait until the log has one more match of a pattern."""
 
         def count():
-            return len(re.findall(words, self.run.output))
+            return len(re.findall(pattern, self.run.output))
 
         before = count()
         act()
         self.run.until(lambda: count() > before)
 
     def kill_worker(self):
-        # What is noticed first depends on how busy the node is.
+        # The cause that is noticed first depends on how busy the node is.
         killed = "was lost: (its process was killed|the connection to it broke)"
-        self.until_again(killed, lambda: self.signal("WorkerActor", signal.SIGKILL))
+        self.act_until_logged(killed, lambda: self.signal("WorkerActor", signal.SIGKILL))
 
     def halt_worker(self):
         # The cause in the log depends on whether the node answers soon, too.
         silent = "was lost: it did not answer for"
-        self.until_again(silent, lambda: self.signal("WorkerActor", signal.SIGSTOP))
+        self.act_until_logged(silent, lambda: self.signal("WorkerActor", signal.SIGSTOP))
 
     def kill_center(self):
         self.signal("CenterActor", signal.SIGKILL)
@@ -79,12 +79,12 @@ class Machines:
         def drain():
             subprocess.run(words, check=True, capture_output=True, timeout=60)
 
-        self.until_again(r"generation \d+: .*joins", drain)
+        self.act_until_logged(r"generation \d+: .*joins", drain)
         self.run.until_logged("draining node")
         self.cluster.remove_node(node, allow_graceful=False)
 
     def lose_nodes(self):
-        """Lose two of three nodes: fewer workers are left than may train."""
+        """Lose two of three nodes, so that fewer than the minimum of workers are left."""
         self.num_losses += 2
         for node in removable_nodes(self.cluster)[:2]:
             self.cluster.remove_node(node, allow_graceful=False)
@@ -102,13 +102,13 @@ def counts_of(folder):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head, and three nodes for a worker each; a run leaves as many as there were."""
+    """A head and three nodes for a worker each; each run leaves the same number of nodes."""
     with start_cluster(0, 1, 1, 1) as cluster:
         yield cluster
 
 
 @pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
-def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
+def test_every_sample_counts_once_an_epoch_whatever_happens_to_the_machines(
     cluster, tmp_path, is_sync
 ):
     rule = "AllProgress" if is_sync else "AllProgressByMessages"
@@ -120,22 +120,22 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
     cut_off = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 6}]
     folder = tmp_path / "run"
     with ClusterRun(cluster, folder, *options, "--epochs", "9999", faults=cut_off) as run:
-        machines = Machines(cluster, run)
+        faults = FaultInjector(cluster, run)
         run.until_training(3)
         run.until_logged("was lost: it did not answer for")
-        machines.num_losses += 1
-        for strike in (
-            machines.kill_worker,
-            machines.halt_worker,
-            machines.kill_center,
-            machines.drain_node,
-            machines.lose_nodes,
+        faults.num_losses += 1
+        for inject in (
+            faults.kill_worker,
+            faults.halt_worker,
+            faults.kill_center,
+            faults.drain_node,
+            faults.lose_nodes,
         ):
-            machines.until_all_train()
-            strike()
-        machines.until_all_train()
+            faults.until_all_train()
+            inject()
+        faults.until_all_train()
         run.until(lambda: time.time() - (run.status().get("checkpoint_at") or 0) < 4)
-        run.process.kill()  # the driver, without a word
+        run.process.kill()  # the driver, without warning
         run.process.wait()
     session = cluster.head_node.get_session_dir_path()
     assert stopped_processes(session) == [], "a process that was stopped still exists"
@@ -145,5 +145,5 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
         assert run.result["samples"] == num_epochs * counting.NUM_SAMPLES
     counts = load_file(folder / "center.safetensors")["counts"].round().long()
     num_out = int((counts - num_epochs).abs().sum())
-    assert num_out <= (0 if is_sync else machines.num_losses * counting.MOST_OUT), counts.tolist()
-    print(f"{rule}: {num_epochs} epochs, {machines.num_losses} losses, {num_out} samples out")
+    assert num_out <= (0 if is_sync else faults.num_losses * counting.MOST_OUT), counts.tolist()
+    print(f"{rule}: {num_epochs} epochs, {faults.num_losses} losses, {num_out} samples out")

@@ -1,4 +1,4 @@
-"""Workers, nodes and the center go, and the training goes on: whole runs on several nodes."""
+"""Whole runs on several nodes continue when workers, nodes and the center are lost."""
 
 import json
 import os
@@ -22,7 +22,7 @@ NUM_TRAIN = 1438
 
 
 def check_end(run, *, epochs, faults):
-    """What holds however much was lost."""
+    """Check results that do not depend on the losses."""
     run.wait()
     assert len(run.result["faults_fired"]) == faults, run.output
     assert run.result["samples"] == epochs * NUM_TRAIN
@@ -34,12 +34,12 @@ def check_end(run, *, epochs, faults):
     assert run.result["generations"] == len(numbers)
 
 
-def kills(center, *, factor=1):
+def kill_faults(center, *, factor=1):
     """Return the faults of a run that loses two workers and twice a part of its center.
 
     Args:
-        center: which part first, and which then.
-        factor: by messages each worker's exchange counts as a round.
+        center: names of the first and the second part of the center to kill.
+        factor: multiplies the rounds, since by messages each worker's exchange is a round.
     """
     targets = ("rank 1", center[0], "rank 0", center[1])
     return [
@@ -48,16 +48,24 @@ def kills(center, *, factor=1):
     ]
 
 
-SELDOM = ("--evaluation.every-epochs", "25")
+FEW_EVALUATIONS = ("--evaluation.every-epochs", "25")
 
 
 def test_a_run_ends_after_its_workers_and_center_are_killed_and_another_run_is_unaffected(
     four_cpus, tmp_path
 ):
-    options = ["--model", "origins:model", "--period", "4", "--cpus-per-worker", "0.5", *SELDOM]
+    options = [
+        "--model",
+        "origins:model",
+        "--period",
+        "4",
+        "--cpus-per-worker",
+        "0.5",
+        *FEW_EVALUATIONS,
+    ]
     broken_options = ["--epochs", "110", "--workers", "2:3", *options]
     options += ["--epochs", "60", "--workers", "2", "--method", "async-easgd"]
-    faults = kills(("center", "center"))
+    faults = kill_faults(("center", "center"))
     with (
         ClusterRun(four_cpus, tmp_path / "a", *broken_options, faults=faults) as broken,
         ClusterRun(four_cpus, tmp_path / "b", *options) as whole,
@@ -72,32 +80,32 @@ def test_a_run_ends_after_its_workers_and_center_are_killed_and_another_run_is_u
 def test_a_rebuilt_center_of_a_parameter_server_method_keeps_its_optimizers_momentum(
     four_cpus, tmp_path
 ):
-    options = ["--method", "async-msgd", "--center-shards", "2", "--period", "4", *SELDOM]
+    options = ["--method", "async-msgd", "--center-shards", "2", "--period", "4", *FEW_EVALUATIONS]
     options += ["--model", "origins:model", "--epochs", "110", "--workers", "2:3"]
-    faults = kills(("center", "shard 1"), factor=3)
+    faults = kill_faults(("center", "shard 1"), factor=3)
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         check_end(run, epochs=110, faults=4)
         assert len(set(re.findall(r"(w\d+) was lost", run.output))) >= 2
         assert run.output.count("center was lost") >= 1
-        told = re.findall(
+        rebuilds = re.findall(
             r"rebuilt from the last copy of w\d, of round (\d+); its optimizer is as it was after "
             r"([\d,]+) exchanges",
             run.output,
         )
-        assert told, run.output
-        for numbers in told:
+        assert rebuilds, run.output
+        for numbers in rebuilds:
             newest, kept = (int(number.replace(",", "")) for number in numbers)
-            # The copy may have an exchange of each worker whose answer the center did not live to
-            # give.
+            # The copy may include one exchange of each worker that the lost center had not
+            # answered.
             assert 0 < kept <= newest + 3
 
 
 def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tmp_path):
-    # What is usual is known after five reports, two a second: by then some 60 rounds have passed.
+    # Usual times are known after five reports, two a second; by then some 60 rounds have passed.
     faults = [{"fault": "slow", "target": "rank 1", "at": "round 120", "by_s": 1.5, "for_s": 10}]
     options = ["--model", "origins:model", "--epochs", "9999", "--period", "4", "--workers", "2:3"]
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
-        # On a busy machine a worker may be late before the fault, too.
+        # On a busy machine a worker may also be late before the fault.
         run.until_logged("fault 1: slow")
         later = r"fault 1: slow(?s:.*)(w\d+) is late and left out(?s:.*)\1 returns"
         run.until(lambda: re.search(later, run.output))
@@ -128,8 +136,7 @@ def test_a_hot_spare_takes_the_place_of_a_killed_worker_in_the_next_generation(f
 
 @pytest.mark.slow
 def test_a_worker_cut_off_is_lost_and_replaced(four_cpus, tmp_path):
-    """On one machine the driver ends its process; what one sends that it cannot end: see
-    ``test_partitions.py``."""
+    """On one machine the driver ends its process; in ``test_partitions.py`` it lives on."""
     faults = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 12}]
     options = ["--method", "async-easgd", "--period", "4", "--epochs", "300", "--workers", "2:3"]
     with ClusterRun(
@@ -140,7 +147,7 @@ def test_a_worker_cut_off_is_lost_and_replaced(four_cpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
+def test_nodes_that_drain_or_die_are_replaced_by_others(tmp_path):
     with start_cluster(0, 1, 1, 1) as cluster:
         options = ["--model", "origins:model", "--epochs", "9999", "--period", "4"]
         with ClusterRun(cluster, tmp_path / "run", *options, "--workers", "1:3") as run:
@@ -159,11 +166,11 @@ def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
             stop(run)
     states = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0].workers
     origin = int(states["w3"].load()["replica"]["untrained"]["process"])
-    assert origin == leaver, run.output  # w3 goes on with the replica that the leaver handed in
+    assert origin == leaver, run.output  # w3 continues with the replica of the leaver
 
 
 def drain(cluster, node_id):
-    """Give a node notice, as an operator does."""
+    """Send a node a drain notice, as an operator does."""
     ray = Path(sys.executable).with_name("ray")
     subprocess.run(
         [ray, "drain-node", "--address", cluster.address, "--node-id", node_id, "--reason",
@@ -174,14 +181,14 @@ def drain(cluster, node_id):
 
 
 def stop(run):
-    """End a run that has shown what it should."""
+    """End a run after its checks."""
     run.process.terminate()
     assert run.process.wait(timeout=100) == 143, run.output
     assert "--resume" in run.output
 
 
 @pytest.mark.slow
-def test_below_the_minimum_the_run_waits_logs_the_reason_and_continues(tmp_path):
+def test_a_run_below_the_minimum_of_workers_waits_logs_the_reason_and_continues(tmp_path):
     with start_cluster(0, 1, 1) as cluster:
         options = ["--epochs", "300", "--period", "4", "--workers", "2"]
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
@@ -198,10 +205,10 @@ def test_below_the_minimum_the_run_waits_logs_the_reason_and_continues(tmp_path)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 def test_three_quarters_of_twelve_workers_may_be_lost_within_a_second(tmp_path, method):
-    """As often as ``RAYDL_MASS_LOSSES`` says; each time once all twelve train again."""
+    """Repeat the loss ``RAYDL_MASS_LOSSES`` times, each time once all twelve train again."""
     with start_cluster(12) as cluster:
         options = ["--method", method, "--period", "4", "--epochs", "99999", "--workers", "1:12"]
-        options += ["--elastic.max-restarts", "3"]  # those of one event count as one
+        options += ["--elastic.max-restarts", "3"]  # the losses of one event count as one
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
             for _ in range(int(os.environ.get("RAYDL_MASS_LOSSES", "1"))):
                 run.until_training(12)
@@ -211,7 +218,7 @@ def test_three_quarters_of_twelve_workers_may_be_lost_within_a_second(tmp_path, 
                 for pid in chosen:
                     os.kill(pid, signal.SIGKILL)
                 assert time.monotonic() - began < 1.0
-                # As a rule the three that are left train on before the others are back.
+                # Usually the three remaining workers train on before the others return.
                 run.until(lambda: run.status()["num_workers"] < 12)
                 run.until(lambda before=before: run.status()["num_samples"] > before + 5000)
             run.until_training(12)

@@ -1,4 +1,4 @@
-"""The CUDA road: the same step, the same exchange, on a device."""
+"""Runs on CUDA: the same steps and exchanges on a device."""
 
 import dataclasses
 

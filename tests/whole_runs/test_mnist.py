@@ -1,4 +1,4 @@
-"""The accuracy that the README claims on MNIST; minutes, so run with ``make test-slow``."""
+"""The accuracy that the README claims on MNIST; it takes minutes and runs in ``make test-slow``."""
 
 import json
 import subprocess

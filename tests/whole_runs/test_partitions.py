@@ -1,4 +1,4 @@
-"""Networks that are parted for real, and what must hold of a run all the while."""
+"""Network partitions between hosts, and the promises of a run during them."""
 
 import json
 import os
@@ -20,10 +20,10 @@ from raydl.data.ledger import Ledger
 from raydl.storage import Storage
 
 NUMBER = int(os.environ.get("RAYDL_PARTITIONS", "6"))
-"""Partitions of the slow test, over all methods."""
+"""Number of partitions in the slow test, over all methods."""
 
 
-# what is looked for
+# the checks
 
 
 def manifest(round, generation, driver_epoch=1, **more):
@@ -34,7 +34,7 @@ def test_a_checkpoint_of_an_earlier_generation_or_driver_or_round_is_found_stale
     observed = Observed()
     observed.add_manifest("a", manifest(10, 1))
     observed.add_manifest("b", manifest(12, 1))
-    observed.add_manifest("c", manifest(11, 2))  # the next generation went on from an earlier round
+    observed.add_manifest("c", manifest(11, 2))  # generation 2 continued from an earlier round
     observed.add_manifest("d", manifest(11, 2, 2, copy_of="c"))
     assert observed.stale == []
     for stale in (manifest(20, 1, 2), manifest(30, 5, 1), manifest(10, 2, 2)):
@@ -43,10 +43,10 @@ def test_a_checkpoint_of_an_earlier_generation_or_driver_or_round_is_found_stale
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_checkpoints_that_came_between_two_looks_are_taken_in_the_order_of_their_writing(
+def test_checkpoints_written_between_two_checks_are_read_in_the_order_of_their_writing(
     tmp_path, is_stale
 ):
-    """A center that was lost goes on from an earlier round, in a later generation."""
+    """A lost center continues from an earlier round in a later generation."""
     written = [("round-0925", manifest(925, 2)), ("round-0912", manifest(912, 5))]
     for at, (name, content) in enumerate(reversed(written) if is_stale else written):
         path = tmp_path / "checkpoints" / name / "manifest.json"
@@ -60,7 +60,7 @@ def test_checkpoints_that_came_between_two_looks_are_taken_in_the_order_of_their
     assert bool(observed.stale) == is_stale
 
 
-def test_a_generation_that_falls_is_found():
+def test_a_curve_of_generations_that_falls_is_found():
     assert falls([1, 1, 2, 3]) == []
     assert falls([1, 3, 2]) == ["the curve of generations falls from 3 to 2"]
 
@@ -83,7 +83,7 @@ def test_a_sample_that_is_counted_twice_is_found(tmp_path, change, is_found):
 
 
 @pytest.mark.parametrize("number", [2, 6, 50])
-def test_partitions_are_of_all_hosts_and_of_all_lengths_beyond_the_lease_too(number):
+def test_partitions_cut_off_all_hosts_for_times_below_and_above_the_lease(number):
     cuts = cuts_of(number, seed=0)
     lengths = sorted(cut.for_s for cut in cuts)
     assert (lengths[0], lengths[-1]) == (SHORTEST_S, LONGEST_S)
@@ -91,11 +91,11 @@ def test_partitions_are_of_all_hosts_and_of_all_lengths_beyond_the_lease_too(num
     assert {cut.host for cut in cuts} == {0, 1, 2}.intersection((1, 2, 0)[:number])
 
 
-# real ones
+# partitions of hosts
 
 
 @pytest.fixture
-def permitted():
+def can_make_hosts():
     if reason := why_not():
         pytest.skip(reason)
 
@@ -143,8 +143,8 @@ for line in sys.stdin:
 """
 
 
-class Member:
-    """A process in a host, which does what it is told."""
+class HostMember:
+    """A process in a host that executes commands."""
 
     def __init__(self, hosts, host):
         words = [sys.executable, "-c", MEMBER, hosts.address(0), hosts.address(host), str(host)]
@@ -152,15 +152,15 @@ class Member:
             host, words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def tell(self, *words):
-        self.process.stdin.write(json.dumps(words) + "\n")
+    def send(self, *command):
+        self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
     def answer(self):
         return json.loads(self.process.stdout.readline())
 
-    def do(self, *words):
-        self.tell(*words)
+    def call(self, *command):
+        self.send(*command)
         return self.answer()
 
     def __enter__(self):
@@ -171,39 +171,39 @@ class Member:
         self.process.communicate(timeout=20)
 
 
-def both(members, *words):
-    """Tell both, then hear both; ``RANK`` in the words stands for each one's rank."""
+def call_both(members, *command):
+    """Send both a command, then read both answers; ``RANK`` stands for the rank of each."""
     for rank, member in enumerate(members):
-        member.tell(*[rank if word == "RANK" else word for word in words])
+        member.send(*[rank if word == "RANK" else word for word in command])
     return [member.answer() for member in members]
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(90)
-def test_a_sum_that_a_partition_cut_off_ends_nowhere_and_does_not_reach_the_next_generation(
-    permitted,
+def test_a_sum_that_a_partition_cuts_off_completes_nowhere_nor_reaches_the_next_generation(
+    can_make_hosts,
 ):
-    with Hosts(2, mbit=100) as hosts, Member(hosts, 0) as first, Member(hosts, 1) as second:
+    with Hosts(2, mbit=100) as hosts, HostMember(hosts, 0) as first, HostMember(hosts, 1) as second:
         members = first, second
         assert [m.process.stdout.readline() for m in members] == ["up\n", "up\n"]
-        both(members, "form", 1, "RANK", 2)
-        both(members, "start", 1)
-        assert both(members, "result") == [2, 2]
+        call_both(members, "form", 1, "RANK", 2)
+        call_both(members, "start", 1)
+        assert call_both(members, "result") == [2, 2]
         hosts.cut(1)
-        both(members, "start", 10)
-        assert both(members, "done", 1.5) == [False, False]
-        first.do("abort")  # which closes its connections: nobody hears of it
-        first.do("form", 2, 0, 1)
-        first.do("start", 100)
-        assert first.do("result") == 100
-        assert second.do("done", 0.5) is False
+        call_both(members, "start", 10)
+        assert call_both(members, "done", 1.5) == [False, False]
+        first.call("abort")  # closes its connections without notice to the other side
+        first.call("form", 2, 0, 1)
+        first.call("start", 100)
+        assert first.call("result") == 100
+        assert second.call("done", 0.5) is False
         hosts.join(1)
-        assert second.do("result") == "failed", "it hears that it was left"
-        assert first.do("result") == 100
-        second.do("abort")
-        both(members, "form", 3, "RANK", 2)
-        both(members, "start", 1000)
-        assert both(members, "result") == [2000, 2000]
+        assert second.call("result") == "failed", "it notices that the other member has left"
+        assert first.call("result") == 100
+        second.call("abort")
+        call_both(members, "form", 3, "RANK", 2)
+        call_both(members, "start", 1000)
+        assert call_both(members, "result") == [2000, 2000]
 
 
 def assert_nothing_stale(observed, num_cuts):
@@ -216,7 +216,7 @@ def assert_nothing_stale(observed, num_cuts):
 @pytest.mark.cluster
 @pytest.mark.timeout(600 + 200 * NUMBER)
 @pytest.mark.parametrize("method", METHODS)
-def test_partitions_of_either_side_write_nothing_stale(permitted, method):
+def test_partitions_of_either_side_write_nothing_stale(can_make_hosts, method):
     cuts = cuts_of(max(len(METHODS), NUMBER), seed=1)[METHODS.index(method) :: len(METHODS)]
     with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         assert_nothing_stale(run_partitioned(made, method, cuts), len(cuts))
@@ -225,10 +225,10 @@ def test_partitions_of_either_side_write_nothing_stale(permitted, method):
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(permitted):
-    """Its host is away, and its node is halted: nobody can end it before what it sends arrives.
+def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(can_make_hosts):
+    """Its host is cut off and its node is halted, so nothing can end it before its message arrives.
 
-    Each sample adds one to a weight of its own, so that a message that counted would be seen.
+    Each sample adds one to its own weight, so that an applied message would be seen.
     """
     observed = Observed()
     with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
@@ -246,7 +246,7 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
 
             run.wait_until_all_train(observed, UP_S)
             node = made.hosts.processes(1).items()
-            (raylet,) = [pid for pid, said in node if "/raylet/raylet " in said]
+            (raylet,) = [pid for pid, command in node if "/raylet/raylet " in command]
             made.hosts.cut(1)
             os.kill(raylet, signal.SIGSTOP)
             wait_for_line("was lost: it did not answer for")

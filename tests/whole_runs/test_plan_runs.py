@@ -1,4 +1,4 @@
-"""The cost model against whole runs: a Ray cluster on hosts whose links are what takes long."""
+"""The cost model against whole runs, on hosts whose links are the bottleneck."""
 
 import json
 import shutil
@@ -28,10 +28,10 @@ PERIOD, BATCH_SIZE, NUM_ROUNDS = 10, 36, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run says of its time."""
+    """Measured times of a run."""
 
     step_s: float
-    """Seconds of a local step, nothing waited for."""
+    """Seconds of a local step, without waits."""
     waited_s: float
     """Seconds waited in a round."""
     communication_share: float
@@ -47,7 +47,7 @@ def cluster():
     """Four hosts with a Ray node each, and the environment of a driver in host 0."""
     if reason := why_not():
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="raydl-"))  # not tmp_path, whose name is too long
+    folder = Path(tempfile.mkdtemp(prefix="raydl-"))  # tmp_path has too long a name
     try:
         with Hosts(4, mbit=MBIT) as hosts:
             yield hosts, start_ray(hosts, folder)
@@ -76,14 +76,14 @@ def train(cluster, path, method, num_workers):
 
 
 def measured(path):
-    """Read what a user sees: the run's curves, and its result."""
+    """Read the times from the curves and the result of a run, as a user sees them."""
     files = sorted(path.glob("**/events.out.tfevents.*"))
     curves = read_history([file.read_bytes() for file in files]).curves
     result = json.loads((path / "result.json").read_text())
     assert result["rounds"] == NUM_ROUNDS
 
     def of_workers(group):
-        """The mean of the workers' medians; in the first points they have just come together."""
+        """Return the mean of the workers' medians, without the first point of each."""
         own = [c.values[1:] for tag, c in curves.items() if tag.startswith(f"{group}/")]
         assert len(own) == result["workers"]
         return statistics.mean(statistics.median(values) for values in own)
@@ -137,7 +137,7 @@ def test_the_center_is_on_the_drivers_host_and_its_shards_on_all(cluster, tmp_pa
             process.kill()
             process.wait()
     assert found["Center"] == found["Evaluator"] == [0]
-    # What reserves nothing but a byte is spread over the hosts in turn, wherever that begins.
+    # Actors that reserve only a byte are spread over the hosts in turn, from any host on.
     assert len(set(found["Shard"])) == 3
     assert len(set(found["Worker"])) == 2
 

@@ -1,6 +1,6 @@
-"""Whole runs on Ray, as a user starts them: in processes of their own.
+"""Whole runs on Ray, as a user starts them: in their own processes.
 
-Two of them start a Ray of their own; the others join one cluster, which is up already.
+Two of them start their own Ray; the others join a running cluster.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ BOUND_S = 150
 
 
 class Run:
-    """One ``raydl train`` in a process group of its own, with its output in a file."""
+    """A ``raydl train`` in its own process group, with its output in a file."""
 
     address = ""
-    """The cluster that it joins; none: it starts one for itself."""
+    """Address of the cluster that it joins; empty: it starts its own."""
 
     def __init__(self, path, *options):
         self.path = path
@@ -61,10 +61,10 @@ class Run:
             raise AssertionError(f"no end within {BOUND_S} s:\n{self.output}") from None
 
     def until(self, condition):
-        """Wait until a condition holds, while the run goes on."""
+        """Wait until a condition holds, and fail if the run ends before."""
         deadline = time.monotonic() + BOUND_S
         while True:
-            has_ended = self.process.poll() is not None  # before the condition is looked at
+            has_ended = self.process.poll() is not None  # before the condition is checked
             if condition():
                 return
             assert not has_ended, f"ended too soon:\n{self.output}"
@@ -72,16 +72,16 @@ class Run:
             time.sleep(0.02)
 
     @classmethod
-    def disturbed(cls, folder, number, condition, *options, goes_on_from=None):
-        """Return a run that a signal ended once a condition held.
+    def interrupted(cls, folder, number, condition, *options, resume_from=None):
+        """Return a run that was ended by a signal once a condition held.
 
-        A run takes some three seconds; where one was at its end before that, another begins.
+        A run takes some three seconds; if it ends before the signal, another one is started.
         """
         for attempt in range(5):
             path = folder / f"run{attempt}"
             folder.mkdir(exist_ok=True)
-            if goes_on_from:
-                shutil.copytree(goes_on_from.path, path)
+            if resume_from:
+                shutil.copytree(resume_from.path, path)
             run = cls(path, *options)
             run.until(lambda run=run: condition(run))
             run.process.send_signal(number)
@@ -98,11 +98,11 @@ class Run:
         return found
 
     def has_begun(self):
-        """Whether it has told that whole epochs are done."""
+        """Return whether the output shows that whole epochs are done."""
         return re.search(r"epoch (?!0\.)", self.output)
 
     def newest_checkpoint(self):
-        """Return its round; 0: there is none."""
+        """Return the round of the newest checkpoint, or 0."""
         names = [path.parent.name for path in self.path.glob("checkpoints/round-*/manifest.json")]
         return max((int(re.match(r"round-(\d+)", name)[1]) for name in names), default=0)
 
@@ -117,13 +117,13 @@ class Run:
 
 @pytest.fixture(scope="module")
 def joined(four_cpus):
-    """Runs that join a cluster."""
+    """Return the class of runs that join a cluster."""
     return type("JoinedRun", (Run,), {"address": four_cpus.address})
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing interrupted, with a Ray of its own, and on what it ever listened."""
+    """An uninterrupted run with its own Ray, and all sockets on which it has listened."""
     run = Run(tmp_path_factory.mktemp("whole") / "run")
     run.listened = set()
     while run.process.poll() is None:
@@ -134,8 +134,8 @@ def whole(tmp_path_factory):
     return run
 
 
-def test_a_mistake_found_while_ray_starts_is_one_sentence_and_leaves_no_process(tmp_path):
-    mark = f"TEST_RUN={tmp_path}"  # in the environment of all that it starts
+def test_an_error_found_while_ray_starts_is_one_sentence_and_leaves_no_process(tmp_path):
+    mark = f"TEST_RUN={tmp_path}"  # in the environment of all its processes
     words = ["--data", "synthetic:40", "--batch-size", "41", "--run.progress", "plain"]
     done = subprocess.run(
         [sys.executable, "-m", "raydl", "train", "--workers", "2", *words],
@@ -158,36 +158,38 @@ def test_a_run_on_two_workers_reaches_its_accuracy(whole):
     assert f"tensorboard --logdir {whole.path}" in whole.output
 
 
-def test_a_run_with_a_cluster_of_its_own_can_be_reached_from_no_other_host(whole):
+def test_a_run_with_its_own_cluster_cannot_be_reached_from_other_hosts(whole):
     assert len(whole.listened) > 10
     assert [place for place in whole.listened if not ip_address(place[1]).is_loopback] == []
 
 
 def test_the_curves_of_a_run_rise_evenly_over_time(whole):
-    """Workers record several times between two questions of the driver: records come together."""
+    """Workers make several records between two polls of the driver, and send them together."""
     curve = read_run(str(whole.path)).curve("train/epoch")
     apart = [later - earlier > 0.005 for earlier, later in itertools.pairwise(curve.seconds)]
     assert list(curve.seconds) == sorted(curve.seconds)
     assert len(apart) > 8
-    assert sum(apart) > 0.8 * len(apart), "they stand together as they were heard of"
+    assert sum(apart) > 0.8 * len(apart), (
+        "points have the times of their arrival, not of their records"
+    )
 
 
 def test_a_run_interrupted_then_killed_with_9_and_resumed_each_time_ends_with_the_same_bits(
     whole, joined, tmp_path
 ):
-    """As does any run of its seed."""
-    stopped = joined.disturbed(
+    """The reference is another run with the same seed."""
+    stopped = joined.interrupted(
         tmp_path / "stopped", signal.SIGINT, Run.has_begun, "--checkpoint.every-epochs", "1000"
     )
     assert stopped.process.returncode == 130, stopped.output
     assert stopped.newest_checkpoint() > 0
     assert "--resume" in stopped.output
-    killed = joined.disturbed(
+    killed = joined.interrupted(
         tmp_path / "killed",
         signal.SIGKILL,
         lambda run: run.newest_checkpoint() > stopped.newest_checkpoint(),
         "--resume",
-        goes_on_from=stopped,
+        resume_from=stopped,
     )
     assert killed.process.returncode == -signal.SIGKILL, killed.output
     again = joined(killed.path, "--resume")
@@ -201,19 +203,19 @@ def test_a_run_interrupted_then_killed_with_9_and_resumed_each_time_ends_with_th
 def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(
     cluster, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(session, "connect", lambda **_: True)  # to a cluster of the run's own
+    monkeypatch.setattr(session, "connect", lambda **_: True)  # as if to its own cluster
     assert cli.main(["train", "--workers", "500", "--run-dir", str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
-    assert "error: scaling.num_workers requests 500 workers" in told
-    assert "lower scaling.num_workers or scaling.cpus_per_worker" in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert "error: scaling.num_workers requests 500 workers" in error
+    assert "lower scaling.num_workers or scaling.cpus_per_worker" in error
+    assert "Traceback" not in error
 
 
 def test_a_loss_that_explodes_names_worker_and_step(cluster, tmp_path, capsys):
     words = ["--run-dir", str(tmp_path / "run"), "--workers", "2", "--run.progress", "plain"]
     words += ["--lr", "1e20", "--optimizer.clip-grad-norm", "None"]
     assert cli.main(["train", *words]) == 1
-    told = capsys.readouterr().err
-    assert re.search(r"error: the loss became \S+ at local step \d+ of worker w\d", told), told
-    assert "lower optimizer.lr" in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert re.search(r"error: the loss became \S+ at local step \d+ of worker w\d", error), error
+    assert "lower optimizer.lr" in error
+    assert "Traceback" not in error

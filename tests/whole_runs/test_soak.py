@@ -1,4 +1,4 @@
-"""Minutes of kills, halts, notices and new nodes at random: the end is that of a quiet run."""
+"""After minutes of random faults a run ends with the accuracy of an undisturbed run."""
 
 import contextlib
 import os
@@ -26,18 +26,18 @@ NUM_STRIKES = int(os.environ.get("RAYDL_SOAK_STRIKES", "12"))
 SEED = int(os.environ.get("RAYDL_SOAK_SEED", "0"))
 
 
-class Storm:
-    """Does one thing at a time to a cluster."""
+class RandomFaults:
+    """Injects random faults into a cluster, one at a time."""
 
     def __init__(self, cluster):
         self.cluster = cluster
         self.random = random.Random(SEED)
         self.done = []
-        """The strikes that hit something."""
+        """The faults that hit something."""
 
-    def strike(self):
+    def inject(self):
         kind = self.random.choice(["kill", "kill", "halt", "node", "drain", "center"])
-        with contextlib.suppress(ProcessLookupError, IndexError):  # there is nothing to hit
+        with contextlib.suppress(ProcessLookupError, IndexError):  # no process or node to hit
             getattr(self, kind)()
             self.done.append(kind)
 
@@ -70,9 +70,9 @@ class Storm:
 
 
 @pytest.fixture(scope="module", params=["sync-easgd", "async-easgd"])
-def quiet(request, tmp_path_factory):
-    """A method, and the accuracy of a run that nothing disturbed."""
-    path = tmp_path_factory.mktemp(request.param) / "quiet"
+def undisturbed(request, tmp_path_factory):
+    """Return a method and the accuracy of its undisturbed run."""
+    path = tmp_path_factory.mktemp(request.param) / "undisturbed"
     with (
         start_cluster(4) as cluster,
         ClusterRun(cluster, path, *options(request.param, "3")) as run,
@@ -86,23 +86,23 @@ def options(method, workers):
             "--elastic.lease-s", "5", "--checkpoint.every-s", "20"]  # fmt: skip
 
 
-def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
-    method, accuracy = quiet
+def test_a_run_with_random_faults_ends_like_an_undisturbed_one(undisturbed, tmp_path):
+    method, accuracy = undisturbed
     with start_cluster(1, 1, 1, 1) as cluster:
-        storm, sizes = Storm(cluster), []
+        faults, sizes = RandomFaults(cluster), []
         with ClusterRun(cluster, tmp_path / "run", *options(method, "2:4")) as run:
             run.until_training(4)
             while run.process.poll() is None:
-                storm.strike()
+                faults.inject()
                 sizes.append(resident_bytes(run.process.pid))
-                deadline = time.monotonic() + storm.random.uniform(5, 15)
+                deadline = time.monotonic() + faults.random.uniform(5, 15)
                 while time.monotonic() < deadline and run.process.poll() is None:
                     time.sleep(0.2)
             run.wait()
-            print(method, storm.done, run.result["generations"], run.result["longest_pause_s"])
+            print(method, faults.done, run.result["generations"], run.result["longest_pause_s"])
             assert run.result["samples"] == EPOCHS * 1438
             assert run.result["center_accuracy"] >= accuracy - 0.01
-            assert len(storm.done) >= 8
+            assert len(faults.done) >= 8
             settled = sizes[len(sizes) // 3]
             assert sizes[-1] < 1.2 * settled + 50e6, sizes
         session = cluster.head_node.get_session_dir_path()
@@ -110,19 +110,19 @@ def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["AllProgress", "AllProgressByMessages"])
-def test_in_a_storm_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatch):
-    """Each sample adds one to a weight of its own: no figure of the run's is trusted."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes
+def test_under_random_faults_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatch):
+    """Each sample adds one to its own weight, so the test trusts no figure of the run."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the cluster's processes
     table, folder = counting.write_table(tmp_path / "table"), tmp_path / "run"
     words = ["--data", table, "--method", f"benchmarks.counting:{rule}", *counting.OPTIONS]
     words += ["--workers", "2:4", "--elastic.lease-s", "5", "--checkpoint.every-s", "20"]
     with start_cluster(1, 1, 1, 1) as cluster:
-        storm = Storm(cluster)
+        faults = RandomFaults(cluster)
         with ClusterRun(cluster, folder, *words, "--epochs", "99999") as run:
             run.until_training(4)
-            while len(storm.done) < NUM_STRIKES:
-                storm.strike()
-                deadline = time.monotonic() + storm.random.uniform(5, 15)
+            while len(faults.done) < NUM_STRIKES:
+                faults.inject()
+                deadline = time.monotonic() + faults.random.uniform(5, 15)
                 run.until(lambda deadline=deadline: time.monotonic() > deadline)
             run.until_training(4)
             run.process.terminate()
@@ -133,6 +133,6 @@ def test_in_a_storm_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatc
             run.wait()
     counts = load_file(folder / "center.safetensors")["counts"].round().long()
     num_out = int((counts - num_epochs).abs().sum())
-    print(f"{rule}: {storm.done}, {num_epochs} epochs, {num_out} samples out")
-    bound = 0 if rule == "AllProgress" else len(storm.done) * counting.MOST_OUT
+    print(f"{rule}: {faults.done}, {num_epochs} epochs, {num_out} samples out")
+    bound = 0 if rule == "AllProgress" else len(faults.done) * counting.MOST_OUT
     assert num_out <= bound, counts.tolist()
