@@ -1,4 +1,4 @@
-"""Members of a collective group return when a peer is lost, frozen or never joins."""
+"""Members of a collective group return soon if a peer is lost, is frozen or never joins."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 
 TIMEOUT_S = 60.0
 SOON_S = 2.0
-"""The promise is some 0.15 s."""
+"""The documented time is some 0.15 s."""
 TRIES = 3
 SIZE = 100_000
 ALGORITHMS = ("library", "ring", "recursive-doubling")
@@ -69,7 +69,7 @@ class Member:
         return tensor.unique().tolist()
 
     def sum_until_it_fails(self):
-        """Sum repeatedly; then leave."""
+        """Sum repeatedly until an error, then leave."""
         try:
             while True:
                 self.sum()
@@ -86,14 +86,14 @@ class Member:
         return time.monotonic() - start
 
 
-class WorkerGroup:
-    """The members of one group after another; members that were not lost are used again."""
+class MemberPool:
+    """Members that form one group after another; members that were not lost are used again."""
 
     def __init__(self, store):
         self.store, self.generation = store, 0
         self.members, self.frozen_pids = [], []
 
-    def call(self, num_workers):
+    def start_members(self, num_workers):
         """Return started members, so that times do not include starting them."""
         self.members += [Member.remote() for _ in range(num_workers - len(self.members))]
         members = self.members[:num_workers]
@@ -131,11 +131,11 @@ class WorkerGroup:
 
 
 class LateError(AssertionError):
-    """Somebody returned later than soon."""
+    """A member returned too late."""
 
 
-def at_its_best(test):
-    """Repeat a test in which somebody was late: a busy machine delays one try, a mistake all."""
+def retry_if_late(test):
+    """Repeat a test in which a member was late: a busy machine delays one try, an error all."""
 
     @functools.wraps(test)
     def repeated(*arguments, **named):
@@ -174,82 +174,84 @@ def check_freed(refs, since, *, problem):
 
 
 @pytest.fixture(scope="module")
-def worker_group(cluster):
+def member_pool(cluster):
     store = StoreActor.remote()
-    worker_group = WorkerGroup(store)
-    yield worker_group
-    for pid in worker_group.frozen_pids:
+    member_pool = MemberPool(store)
+    yield member_pool
+    for pid in member_pool.frozen_pids:
         with contextlib.suppress(ProcessLookupError):  # Ray has killed it already
             os.kill(pid, signal.SIGKILL)
-    for actor in (store, *worker_group.members):
+    for actor in (store, *member_pool.members):
         ray.kill(actor)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-@at_its_best
-def test_forming_a_group_ends_when_the_group_is_abandoned(worker_group, algorithm):
-    members = worker_group.call(2)
-    refs = worker_group.begin_to_form(members, algorithm, num_workers=3)
+@retry_if_late
+def test_forming_a_group_ends_when_the_group_is_abandoned(member_pool, algorithm):
+    members = member_pool.start_members(2)
+    refs = member_pool.begin_to_form(members, algorithm, num_workers=3)
     until(lambda: all(is_forming for is_forming, _ in states(members)))
     since = max(get([m.abandon.remote() for m in members]))
     check_freed(refs, since, problem="abandoned")
-    worker_group.check(members, algorithm)
+    member_pool.check(members, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@at_its_best
+@retry_if_late
 def test_members_whose_sums_all_complete_quickly_also_leave_an_abandoned_group(
-    worker_group, algorithm
+    member_pool, algorithm
 ):
-    members = worker_group.call(2)
-    worker_group.form(members, algorithm)
-    refs = worker_group.begin_to_sum(members)
+    members = member_pool.start_members(2)
+    member_pool.form(members, algorithm)
+    refs = member_pool.begin_to_sum(members)
     since = max(get([m.abandon.remote() for m in members]))
     check_freed(refs, since, problem="failed")
-    worker_group.check(members, algorithm)
+    member_pool.check(members, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@at_its_best
+@retry_if_late
 def test_members_that_wait_for_a_frozen_peer_return_when_the_group_is_abandoned(
-    worker_group, algorithm
+    member_pool, algorithm
 ):
-    *survivors, frozen = members = worker_group.call(3)
-    worker_group.form(members, algorithm)
-    refs = worker_group.begin_to_sum(members)
-    worker_group.lose(frozen, signal.SIGSTOP)
-    # A sum may still be in progress: they wait once the count stops rising.
+    *survivors, frozen = members = member_pool.start_members(3)
+    member_pool.form(members, algorithm)
+    refs = member_pool.begin_to_sum(members)
+    member_pool.lose(frozen, signal.SIGSTOP)
+    # A sum may still be in progress: the members wait once their counts stop rising.
     before = None
     while before != (before := states(survivors)):
         pass
     since = max(get([m.abandon.remote() for m in survivors]))
-    check_freed(refs[:2], since, problem="failed")  # or by the other, who left a little earlier
-    worker_group.check(survivors, algorithm)
+    check_freed(
+        refs[:2], since, problem="failed"
+    )  # or because the other member left a little earlier
+    member_pool.check(survivors, algorithm)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
     [("library", 4), ("ring", 4), ("recursive-doubling", 3)],
 )
-@at_its_best
-def test_a_killed_peer_fails_the_sums_of_all_others(worker_group, algorithm, num_workers):
-    *survivors, lost = members = worker_group.call(num_workers)
-    worker_group.form(members, algorithm)
-    refs = worker_group.begin_to_sum(members)
-    since = worker_group.lose(lost, signal.SIGKILL)
+@retry_if_late
+def test_a_killed_peer_fails_the_sums_of_all_others(member_pool, algorithm, num_workers):
+    *survivors, lost = members = member_pool.start_members(num_workers)
+    member_pool.form(members, algorithm)
+    refs = member_pool.begin_to_sum(members)
+    since = member_pool.lose(lost, signal.SIGKILL)
     check_freed(refs[:-1], since, problem="failed")
-    worker_group.check(survivors, algorithm)
+    member_pool.check(survivors, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-@at_its_best
+@retry_if_late
 def test_a_member_leaves_a_sum_in_progress_at_once_and_its_peer_fails_at_once(
-    worker_group, algorithm
+    member_pool, algorithm
 ):
-    leaving, other = members = worker_group.call(2)
-    worker_group.form(members, algorithm)
+    leaving, other = members = member_pool.start_members(2)
+    member_pool.form(members, algorithm)
     leaving_s = get(leaving.leave_a_sum.remote())
     since = time.time()
     check_freed([other.sum_until_it_fails.remote()], since, problem="failed")
     check_soon(leaving_s)
-    worker_group.check(members, algorithm)
+    member_pool.check(members, algorithm)

@@ -1,4 +1,4 @@
-"""All-reduce by point-to-point messages, against torch's own on real gloo groups."""
+"""All-reduce by point-to-point messages, compared with that of torch on real gloo groups."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def run_ranks(num_workers, act, *, wait_s=60.0):
     return results
 
 
-def ok(results):
+def without_errors(results):
     """Return the results, after a check that none is an exception."""
     for result in results:
         if isinstance(result, Exception):
@@ -65,12 +65,12 @@ def make_groups(num_workers, *, timeout_s=30.0):
         options._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupGloo(store, rank, num_workers, options)
 
-    return ok(run_ranks(num_workers, make))
+    return without_errors(run_ranks(num_workers, make))
 
 
 @pytest.fixture(scope="module")
 def groups():
-    """The gloo groups by size, each made once."""
+    """Return a function from a size to its gloo groups, which are made once."""
     made = {}
 
     def groups_of(num_workers):
@@ -81,7 +81,7 @@ def groups():
     return groups_of
 
 
-class Watched:
+class RecordingLink:
     """A link that records the messages it sends and the memory it fills, and that can fail.
 
     Args:
@@ -141,7 +141,7 @@ def total(links, algorithm, tensors, *, nodes, network=FLAT):
         assert reducer.allreduce(tensor, algorithm=algorithm) == algorithm
         return tensor
 
-    return ok(run_ranks(len(links), act))
+    return without_errors(run_ranks(len(links), act))
 
 
 def random_tensors(num_workers, size, *, seed=0):
@@ -168,8 +168,8 @@ def test_every_rank_ends_with_the_same_bits_and_with_torchs_own_sum(groups, algo
             found.append((mine, reference))
         return found
 
-    groups(num_workers)  # made here, not by every thread
-    first, *others = ok(run_ranks(num_workers, act))
+    groups(num_workers)  # made once here, before the threads use them
+    first, *others = without_errors(run_ranks(num_workers, act))
     for index, (mine, reference) in enumerate(first):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
         for other in others:
@@ -214,15 +214,15 @@ def test_an_empty_tensor_stays_empty(groups):
         assert [tensor.numel() for tensor in tensors] == [0, 0, 0]
 
 
-def test_a_ring_sends_as_many_bytes_as_the_formula_says():
-    links = [Watched(link) for link in queue_links(4)]
+def test_a_ring_sends_the_number_of_bytes_in_the_formula():
+    links = [RecordingLink(link) for link in queue_links(4)]
     total(links, "ring", random_tensors(4, 100), nodes=range(4))
     for link in links:
         assert link.sent == [100] * 6  # 2(p-1) messages of S/p = 400/4 bytes
 
 
 def test_a_ring_sends_no_empty_message():
-    links = [Watched(link) for link in queue_links(4)]
+    links = [RecordingLink(link) for link in queue_links(4)]
     total(links, "ring", random_tensors(4, 1), nodes=range(4))
     assert sorted(len(link.sent) for link in links) == [1, 1, 2, 2]  # one number, 2(p-1) times
     assert all(size == 4 for link in links for size in link.sent)
@@ -233,14 +233,14 @@ def test_a_ring_sends_no_empty_message():
     [(1, [0]), (2, [1, 1]), (4, [2] * 4), (3, [2, 1, 1]), (5, [3, 2, 2, 2, 1])],
 )
 def test_doubling_sends_whole_tensors_and_folds_the_extra_ranks(num_workers, messages):
-    links = [Watched(link) for link in queue_links(num_workers)]
+    links = [RecordingLink(link) for link in queue_links(num_workers)]
     tensors = random_tensors(num_workers, 10)
     total(links, "recursive-doubling", tensors, nodes=range(num_workers))
     assert [link.sent for link in links] == [[40] * count for count in messages]
 
 
 def test_only_leaders_send_to_other_nodes():
-    links = [Watched(link) for link in queue_links(4)]
+    links = [RecordingLink(link) for link in queue_links(4)]
     total(links, "two-level", random_tensors(4, 10), nodes=["a", "a", "b", "b"])
     assert [len(link.sent) for link in links] == [2, 1, 2, 1]
 
@@ -249,7 +249,7 @@ def test_a_second_call_uses_the_memory_of_the_first(groups):
     num_workers, nodes = 3, [0, 0, 1]
 
     def act(rank):
-        link = Watched(ProcessGroupLink(groups(num_workers)[rank], rank, num_workers))
+        link = RecordingLink(ProcessGroupLink(groups(num_workers)[rank], rank, num_workers))
         reducer, tensor = Reducer(link, nodes, FLAT), torch.ones(1001)
         for _ in range(3):
             for algorithm in ALGORITHMS:
@@ -257,9 +257,9 @@ def test_a_second_call_uses_the_memory_of_the_first(groups):
         return tensor, link.filled
 
     groups(num_workers)
-    for tensor, filled in ok(run_ranks(num_workers, act)):
+    for tensor, filled in without_errors(run_ranks(num_workers, act)):
         assert torch.equal(tensor, torch.full((1001,), 3.0**9))
-        assert len(filled - {tensor.data_ptr()}) == 1  # the scratch, once
+        assert len(filled - {tensor.data_ptr()}) == 1  # the scratch memory, allocated once
 
 
 def test_every_algorithm_has_a_cost():
@@ -313,7 +313,7 @@ def test_two_levels_are_chosen_where_the_inside_of_a_node_is_much_faster():
     assert choose(1_000, [0] * 16, FAST_INSIDE)[0] == "recursive-doubling"
 
 
-def test_the_predicted_choice_is_what_runs():
+def test_the_algorithm_with_the_lowest_predicted_time_runs():
     links, nodes = queue_links(4), [0, 1, 2, 3]
     sizes = [1, 200_001]  # of 4 bytes: below and above the 8e5 from which on the ring is cheaper
 
@@ -321,7 +321,7 @@ def test_the_predicted_choice_is_what_runs():
         reducer = Reducer(links[rank], nodes, FLAT)
         return [reducer.allreduce(torch.ones(size)) for size in sizes]
 
-    assert ok(run_ranks(4, act)) == [["recursive-doubling", "ring"]] * 4
+    assert without_errors(run_ranks(4, act)) == [["recursive-doubling", "ring"]] * 4
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_all_ranks_measure_the_same_network(groups, nodes):
         return measure_network(ProcessGroupLink(group[rank], rank, p), nodes)
 
     start = time.monotonic()
-    networks = ok(run_ranks(p, act))
+    networks = without_errors(run_ranks(p, act))
     assert time.monotonic() - start < 5.0  # some 50 ms; the machine may be busy
     assert networks == [networks[0]] * p
     for seconds in dataclasses.astuple(networks[0]):
@@ -351,7 +351,7 @@ def test_the_slowest_connection_sets_the_measured_figures():
 
     links = [Slow(link.queues, link.rank, 4) for link in queue_links(4)]
     nodes = [0, 0, 1, 1]
-    network = ok(run_ranks(4, lambda rank: measure_network(links[rank], nodes)))[0]
+    network = without_errors(run_ranks(4, lambda rank: measure_network(links[rank], nodes)))[0]
     assert network.latency_s > 1.9e-3
     assert network.latency_s > 2 * network.local_latency_s
 
@@ -364,7 +364,7 @@ def test_a_rank_that_dies_ends_the_sum_of_all_in_bounded_time(algorithm):
     def act(rank):
         dies_after = 1 if rank == 2 else math.inf
         link = ProcessGroupLink(groups[rank], rank, num_workers)
-        reducer = Reducer(Watched(link, dies_after=dies_after), nodes, FLAT)
+        reducer = Reducer(RecordingLink(link, dies_after=dies_after), nodes, FLAT)
         for _ in range(2):
             reducer.allreduce(torch.ones(1001), algorithm=algorithm)
 

@@ -74,7 +74,7 @@ def test_a_member_does_not_fetch_its_own_keys(center, fake_ray):
     assert store.get("a") == b"1"
     assert store.check(["a"])
     assert store.keys_present(["a"], timedelta(0)) == ["a"]
-    assert center.asked == []
+    assert center.waits == []
 
 
 def test_the_first_read_of_a_ranks_key_fetches_the_keys_of_all_ranks(center, fake_ray):
@@ -82,22 +82,22 @@ def test_the_first_read_of_a_ranks_key_fetches_the_keys_of_all_ranks(center, fak
     for rank in range(3):
         center.server.set_key("run", 7, f"0/{rank}", bytes([rank]))
     assert [store.get(f"0/{rank}") for rank in (1, 0, 2)] == [b"\1", b"\0", b"\2"]
-    assert [sorted(keys) for keys, _ in center.asked] == [["0/0", "0/1", "0/2"]]
+    assert [sorted(keys) for keys, _ in center.waits] == [["0/0", "0/1", "0/2"]]
 
 
 @pytest.mark.parametrize("key", ["plain", "1", "a/b", "/", "a/-1"])
 def test_any_other_key_is_fetched_alone(center, fake_ray, key):
     center.server.set_key("run", 7, key, b"1")
     assert store_of(center).get(key) == b"1"
-    assert [keys for keys, _ in center.asked] == [[key]]
+    assert [keys for keys, _ in center.waits] == [[key]]
 
 
 def test_no_thread_of_the_center_waits_long_and_a_busy_one_may_answer_late(center, fake_ray):
     threading.Timer(0.2, center.server.set_key, ("run", 7, "a", b"1")).start()
     assert store_of(center).get("a") == b"1"
-    [(_, asked_s)] = center.asked
-    assert asked_s == 2.0
-    assert fake_ray.waited == [22.0]
+    [(_, wait_s)] = center.waits
+    assert wait_s == 2.0
+    assert fake_ray.timeouts == [22.0]
 
 
 def test_a_wait_for_keys_is_bounded_by_the_groups_time_or_its_own(center, fake_ray):
@@ -106,7 +106,7 @@ def test_a_wait_for_keys_is_bounded_by_the_groups_time_or_its_own(center, fake_r
         with pytest.raises(RuntimeError, match=r"did not join within 0\.2 s"):
             store.wait(["never"], own and timedelta(seconds=own))
         assert 0.2 <= time.monotonic() - began < SOON_S
-    assert all(0 < asked_s <= 0.2 for _, asked_s in center.asked)
+    assert all(0 < wait_s <= 0.2 for _, wait_s in center.waits)
 
 
 def test_a_check_of_keys_does_not_wait(center, fake_ray):
@@ -115,8 +115,8 @@ def test_a_check_of_keys_does_not_wait(center, fake_ray):
     store.set("a", b"1")
     assert not store.check(["a", "b"])
     assert store.keys_present(["b", "a"], timedelta(seconds=0.05)) == ["a"]
-    assert [asked_s for _, asked_s in center.asked] == [0.0, 0.0, 0.05]
-    assert fake_ray.waited == [2.0, 2.0, 2.05]
+    assert [wait_s for _, wait_s in center.waits] == [0.0, 0.0, 0.05]
+    assert fake_ray.timeouts == [2.0, 2.0, 2.05]
     center.server.set_key("run", 7, "b", b"2")
     assert store.check(["a", "b"])
 
@@ -126,7 +126,9 @@ def test_a_center_that_does_not_answer_raises_except_in_a_check(center, fake_ray
     store = store_of(center)
     with pytest.raises(RuntimeError, match=r"the center did not answer: .*it died$"):
         store.get("a")
-    assert not store.check(["a"])  # NCCL's thread calls it, where an error would end the process
+    assert not store.check(
+        ["a"]
+    )  # an error in NCCL's thread, which calls it, would end the process
 
 
 def test_a_wait_for_keys_ends_when_the_generation_is_over(center, fake_ray):
@@ -185,13 +187,13 @@ def test_each_member_knows_the_node_of_each_rank(ranks):
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
 @pytest.mark.parametrize("is_on", ["0", "1"])
-def test_rays_certificates_are_used_and_pairs_connected_where_the_sum_is_our_own(
+def test_rays_certificates_are_used_and_pairs_are_connected_for_our_own_all_reduce(
     ranks, monkeypatch, algorithm, is_on
 ):
-    asked = []
+    options = []
 
     def connect(group, store, **how):
-        asked.append(how)
+        options.append(how)
         raise RuntimeError("far enough")
 
     monkeypatch.setattr(TorchGroup, "connect", connect)
@@ -201,7 +203,7 @@ def test_rays_certificates_are_used_and_pairs_connected_where_the_sum_is_our_own
     assert problem_of(ranks(2).form(0, algorithm=algorithm)).problem == "far enough"
     files = TlsFiles(cert="SERVER_CERT", key="SERVER_KEY", ca="CA_CERT")
     expected = {"tls": files if is_on == "1" else None, "has_pairs": algorithm == "ring"}
-    assert asked == [{"host": HOST, **expected}]
+    assert options == [{"host": HOST, **expected}]
 
 
 # losses
@@ -253,9 +255,9 @@ def test_a_member_that_has_left_does_not_look_up_late_workers(ranks):
     members = ranks(1).form_all()
     group = members.groups[0]
     members.begin(0, group.close).result(SOON_S)
-    asked = len(members.center.asked)
+    num_waits = len(members.center.waits)
     assert group.explain(RuntimeError("timed out"), round=3, waited_s=20.0).missing == ()
-    assert len(members.center.asked) == asked
+    assert len(members.center.waits) == num_waits
 
 
 @pytest.mark.parametrize(("waited_s", "is_late"), [(0.0, False), (17.9, False), (18.0, True)])
@@ -283,7 +285,7 @@ def test_a_member_that_leaves_fails_the_sum_of_the_others_at_once(ranks):
     assert time.monotonic() - began < SOON_S
 
 
-def test_an_operation_that_can_not_begin_fails_with_its_round(ranks):
+def test_an_operation_that_cannot_begin_fails_with_its_round(ranks):
     group = ranks(1).form_all().groups[0]
     with pytest.raises(ExchangeError) as caught:
         group.start_allgather(torch.ones(2), torch.zeros(1, 3), round=5)
@@ -329,12 +331,12 @@ def test_a_closed_group_is_left_and_its_name_is_free(ranks):
         assert group.torch.is_left
         assert group.torch.process_group is None
         with pytest.raises(RuntimeError):
-            group.adaptive.start(torch.ones(1))  # its thread has ended
+            group.adaptive.start(torch.ones(1))  # the thread of the group has ended
     assert not any(members.is_known(rank) for rank in range(2))
 
 
-class Cut:
-    """A group on a device that records when it is cut."""
+class RecordingGroup:
+    """A group on a device that records whether it was cut."""
 
     def __init__(self):
         self.is_left, self.is_cut = False, threading.Event()
@@ -345,7 +347,7 @@ class Cut:
 
 def watched():
     group = collective.CollectiveGroup.__new__(collective.CollectiveGroup)
-    group.torch, group._abandoned = Cut(), threading.Event()
+    group.torch, group._abandoned = RecordingGroup(), threading.Event()
     thread = threading.Thread(target=group._cut_if_abandoned, daemon=True)
     thread.start()
     return group, thread
@@ -369,10 +371,10 @@ def test_a_group_on_a_device_is_not_watched_after_it_was_left():
 
 
 @pytest.mark.parametrize(("device", "is_watched"), [("cuda", True), ("cpu", False)])
-def test_only_a_device_is_freed_by_a_thread_of_the_group_itself(
+def test_only_on_a_device_does_a_thread_of_the_group_free_it(
     ranks, monkeypatch, device, is_watched
 ):
-    """In host memory the waiting thread itself notices."""
+    """In host memory the waiting thread notices by itself."""
     cut = threading.Event()
     monkeypatch.setattr(TorchGroup, "connect", lambda *a, **k: None)
     monkeypatch.setattr(TorchGroup, "cut", lambda group: cut.set())

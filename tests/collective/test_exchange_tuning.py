@@ -1,4 +1,4 @@
-"""Workers that wait for a slow link choose another exchange tuning, by measured times."""
+"""Workers on a slow link choose another exchange tuning from measured waiting times."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def measured(seconds, tuning=PLAIN, *, num_workers=2, limits=None):
 # the choice
 
 
-def test_workers_that_hardly_wait_change_nothing():
+def test_workers_that_hardly_wait_keep_their_tuning():
     assert choose(PLAIN, measured(HIDDEN_STEP * STEP_S), Limits()) is None
     assert choose(PLAIN, Measured(STEP_S, 0.0, 1), Limits()) is None
 
@@ -133,7 +133,7 @@ def test_a_codec_that_saves_nothing_among_more_workers_is_replaced_by_the_users(
     assert carried_over(chosen, "int8", 16) == chosen
 
 
-# the measuring
+# measurements
 
 
 class Clock:
@@ -174,13 +174,13 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
 
     first, second = pool.map(run, range(2))
     assert first == second
-    [(number, choice)] = first  # measured again, without a change
+    [(number, choice)] = first  # the second measurement changes nothing
     assert number == SKIPPED + COUNTED
     expected = choose(PLAIN, Measured(0.02, 0.3, 2), Limits(), generation=1)
     assert choice.tuning == expected.tuning
 
 
-def test_other_traffic_at_the_start_does_not_count_and_later_the_median_does():
+def test_the_median_ignores_other_traffic_at_the_start():
     clock, now, chosen = Clock(), PLAIN, []
     profiler = clock.profiler(LocalGroup(1, timeout_s=1.0).member(0))
     start, later = [9, 9, 5, 5, 0.3, 0.15], [0.3, 0.3, 0.3, 0.3, 0, 0.3]

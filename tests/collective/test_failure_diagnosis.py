@@ -41,7 +41,7 @@ def keys():
     return Keys()
 
 
-def of(keys, rank, *, lost=()):
+def diagnosis_of(keys, rank, *, lost=()):
     return FailureDiagnosis(
         "ring",
         4,
@@ -58,8 +58,8 @@ def explained(diagnosis, *, is_late=False, ranks=range(3)):
 
 
 def test_a_process_that_has_ended_is_named_whatever_the_statuses_are(keys):
-    explained(of(keys, 1))
-    error = explained(of(keys, 0, lost=["c"]))
+    explained(diagnosis_of(keys, 1))
+    error = explained(diagnosis_of(keys, 0, lost=["c"]))
     assert type(error) is ExchangeError
     assert (error.missing, error.round, error.generation, error.group) == (("c",), 5, 4, "ring")
 
@@ -78,67 +78,69 @@ def test_processes_that_end_together_are_named_together(keys):
 
 
 def test_a_member_that_timed_out_names_the_members_without_a_status(keys):
-    explained(of(keys, 1, lost=["c"]))  # its operation failed when the first member gave up
-    error = explained(of(keys, 0), is_late=True)
+    explained(
+        diagnosis_of(keys, 1, lost=["c"])
+    )  # its operation failed when the first member gave up
+    error = explained(diagnosis_of(keys, 0), is_late=True)
     assert isinstance(error, ExchangeTimeoutError)
     assert (error.missing, error.timeout_s) == (("c",), 9.0)
 
 
 def test_a_member_that_fails_because_another_timed_out_names_the_same(keys):
-    explained(of(keys, 1), is_late=True)
-    error = explained(of(keys, 0))
+    explained(diagnosis_of(keys, 1), is_late=True)
+    error = explained(diagnosis_of(keys, 0))
     assert isinstance(error, ExchangeTimeoutError)
     assert error.missing == ("c",)
 
 
 def test_a_message_between_two_members_needs_no_status_of_a_third(keys):
-    assert explained(of(keys, 0), is_late=True, ranks=(0, 2)).missing == ("c",)
+    assert explained(diagnosis_of(keys, 0), is_late=True, ranks=(0, 2)).missing == ("c",)
 
 
 def test_a_member_that_left_is_named_as_such_and_is_not_missing(keys):
-    of(keys, 2).leave()
-    error = explained(of(keys, 0))
+    diagnosis_of(keys, 2).leave()
+    error = explained(diagnosis_of(keys, 0))
     assert type(error) is ExchangeError
     assert "members ['c'] left" in error.problem
     assert error.missing == ()
 
 
 def test_a_member_that_leaves_after_a_failure_does_not_count_as_its_cause(keys):
-    second = of(keys, 1)
+    second = diagnosis_of(keys, 1)
     explained(second, is_late=True)
     second.leave()
-    assert explained(of(keys, 0)).missing == ("c",)
+    assert explained(diagnosis_of(keys, 0)).missing == ("c",)
 
 
 def test_with_all_statuses_the_transports_message_is_reported_soon(keys, monkeypatch):
     monkeypatch.setattr(failure_diagnosis, "_WAIT_S", 100.0)
     for rank in (1, 2):
         keys.set(f"out/{rank}", b"failed")
-    error = explained(of(keys, 0))
+    error = explained(diagnosis_of(keys, 0))
     assert error.problem == "reset by peer; form the group again, under a later generation"
     assert error.missing == ()
 
 
 def test_without_the_key_store_the_members_that_ended_according_to_ray_are_named(keys):
     keys.is_lost = True
-    assert explained(of(keys, 0, lost=["b"])).missing == ("b",)
-    assert explained(of(keys, 0)).missing == ()
-    assert isinstance(explained(of(keys, 0), is_late=True), ExchangeTimeoutError)
+    assert explained(diagnosis_of(keys, 0, lost=["b"])).missing == ("b",)
+    assert explained(diagnosis_of(keys, 0)).missing == ()
+    assert isinstance(explained(diagnosis_of(keys, 0), is_late=True), ExchangeTimeoutError)
 
 
 def test_the_wait_for_statuses_is_bounded(keys):
     began = time.monotonic()
-    explained(of(keys, 0))
+    explained(diagnosis_of(keys, 0))
     assert 0.2 <= time.monotonic() - began < 5.0
 
 
 def test_a_waiting_member_checks_one_other_member_a_second_in_turn(keys, monkeypatch):
-    now, asked = [100.0], []
+    now, checked_ranks = [100.0], []
     monkeypatch.setattr(failure_diagnosis.time, "monotonic", lambda: now[0])
 
     def has_ended(rank):
-        asked.append(rank)
-        return len(asked) == 4
+        checked_ranks.append(rank)
+        return len(checked_ranks) == 4
 
     diagnosis = FailureDiagnosis(
         "ring", 4, MEMBERS, 1, store=keys, timeout_s=9.0, has_ended=has_ended
@@ -146,6 +148,6 @@ def test_a_waiting_member_checks_one_other_member_a_second_in_turn(keys, monkeyp
     for _ in range(6):
         diagnosis.watch()
         now[0] += 0.5
-    assert asked == [2, 0, 1]
+    assert checked_ranks == [2, 0, 1]
     with pytest.raises(RuntimeError, match="ended"):
         diagnosis.watch()

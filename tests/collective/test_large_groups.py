@@ -15,7 +15,7 @@ from raydl.collective.key_store import StoreServer
 from raydl.collective.process_group import TorchGroup, is_done
 
 MANY = 34
-"""More members than form a full mesh."""
+"""A number of members above that of a full mesh."""
 LOOK = timedelta(seconds=0.1)
 
 
@@ -46,8 +46,8 @@ class ServedStore(dist.Store):
             raise RuntimeError("the other members did not come")
 
 
-class Large:
-    """Members in threads of this process."""
+class LargeGroup:
+    """Many members in threads of this process."""
 
     def __init__(self, num_workers=MANY, *, timeout_s=20.0):
         self.threads_before = set(threading.enumerate())
@@ -59,7 +59,7 @@ class Large:
         self.pool = ThreadPoolExecutor(num_workers)
 
     def each(self, act, groups=None):
-        """Let members act at the same time; return the result or error of each."""
+        """Call a function for all members at the same time; return the result or error of each."""
 
         def acted(group):
             try:
@@ -85,7 +85,7 @@ def large():
     made = []
 
     def make(**more):
-        made.append(Large(**more))
+        made.append(LargeGroup(**more))
         return made[-1]
 
     yield make

@@ -62,7 +62,7 @@ class Keys(dist.Store):
 
 
 class Members:
-    """Some members of a group, each with its own thread."""
+    """The members of a group, each in its own thread."""
 
     def __init__(self, pool, num_workers, *, timeout_s=SOON_S):
         self.pool, self.store = pool, Keys(timeout_s=timeout_s)
@@ -117,15 +117,15 @@ def total(group):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """The devices that gloo groups listened on: (host, whether they connect lazily)."""
-    asked, create = [], dist.ProcessGroupGloo.create_device
+    """The devices on which gloo groups have listened: (host, whether they connect lazily)."""
+    devices, create = [], dist.ProcessGroupGloo.create_device
 
     def noted(*, hostname, lazy_init):
-        asked.append((hostname, lazy_init))
+        devices.append((hostname, lazy_init))
         return create(hostname=hostname, lazy_init=lazy_init)
 
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", staticmethod(noted))
-    return asked
+    return devices
 
 
 # connecting
@@ -182,7 +182,7 @@ def test_forming_a_ring_without_a_member_times_out_and_says_so(members, monkeypa
 
 
 @pytest.mark.parametrize("most", [1, 32])
-def test_a_group_that_is_left_while_it_forms_says_so(members, monkeypatch, most):
+def test_leaving_a_group_while_it_forms_is_the_reported_cause(members, monkeypatch, most):
     monkeypatch.setattr(process_group, "_MESH_UP_TO", most)
     found = members(2)
     found.groups[0].is_left = True
@@ -193,7 +193,7 @@ def test_a_group_that_is_left_while_it_forms_says_so(members, monkeypatch, most)
     assert found.groups[0].store is None
 
 
-class Fails:
+class FailingGroup:
     """A process group whose sums fail to start."""
 
     def allreduce(self, tensors, options):
@@ -201,16 +201,16 @@ class Fails:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
-    [(None, "the group was left while it formed"), (Fails(), "reset by peer")],
+    ("torch_group", "message"),
+    [(None, "the group was left while it formed"), (FailingGroup(), "reset by peer")],
 )
-def test_a_ring_whose_first_sum_fails_says_why(monkeypatch, made, told):
+def test_a_ring_whose_first_sum_fails_reports_the_cause(monkeypatch, torch_group, message):
     """Another thread may leave, or a member disconnect, at any moment."""
     monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
-    monkeypatch.setattr(process_group, "make_gloo", lambda *a, **k: made)
+    monkeypatch.setattr(process_group, "make_gloo", lambda *a, **k: torch_group)
     group, store = TorchGroup(0, 2, device="cpu", timeout_s=SOON_S), Keys()
     store.set("0/1", b"address")
-    with pytest.raises(RuntimeError, match=f"^{told}$"):
+    with pytest.raises(RuntimeError, match=f"^{message}$"):
         group.connect(store, host=HOST)
 
 
@@ -228,11 +228,11 @@ def test_members_prove_that_they_know_the_secret_before_anything_else(members):
             found.store.wait(keys, timeout)
 
     stores = [found.store, Other()]
-    told = found.each(lambda group: group.connect(stores[group._rank], host=HOST))
+    errors = found.each(lambda group: group.connect(stores[group._rank], host=HOST))
     text = (
         "not proven to be members of this generation: rank {}: another process has taken its place"
     )
-    assert told == [text.format(1), text.format(0)]
+    assert errors == [text.format(1), text.format(0)]
 
 
 def test_all_unproven_peers_are_named(members):
@@ -253,7 +253,7 @@ def test_all_unproven_peers_are_named(members):
     assert found.each(reasons) == [{1: wrong}, {0: wrong, 2: wrong}, {1: wrong}]
 
 
-class Silent:
+class SilentGroup:
     """A group whose peers send nothing, or whose messages fail with an error."""
 
     def __init__(self, rank=0, error=None):
@@ -279,7 +279,7 @@ class Silent:
 
 
 def test_a_peer_that_sends_nothing_is_reported_with_one_line_of_the_reason():
-    silent = Silent(rank=2)
+    silent = SilentGroup(rank=2)
     assert unproven_peers(silent, b"s", timedelta(seconds=5), [0, 1]) == {
         0: "nothing came",
         1: "nothing came",
@@ -287,9 +287,9 @@ def test_a_peer_that_sends_nothing_is_reported_with_one_line_of_the_reason():
     assert silent.sent == {peer: proof(b"s", source=2, target=peer) for peer in (0, 1)}
     assert len(silent.tags) == 1
     assert all(4.0 < seconds <= 5.0 for seconds in silent.waits)
-    failed = Silent(error="hung up\nat line 3")
+    failed = SilentGroup(error="hung up\nat line 3")
     assert unproven_peers(failed, b"s", timedelta(seconds=5), [1]) == {1: "hung up"}
-    late = Silent()
+    late = SilentGroup()
     unproven_peers(late, b"s", timedelta(seconds=-5), [1])
     assert late.waits == [0.001], "a proof that has arrived counts, however late it is read"
 
@@ -345,15 +345,15 @@ def test_a_tunnel_ends_when_its_member_leaves(members, files):
 def test_a_certificate_of_another_authority_raises_the_error_of_tls(members, files, tmp_path):
     others = make_certificates(tmp_path, HOSTS)
     found = members(2, timeout_s=1.0)
-    told = found.each(
+    errors = found.each(
         lambda g: g.connect(found.store, host=HOSTS[g._rank], tls=[files, others][g._rank])
     )
-    assert told[1].startswith("no TLS connection: ")
-    assert "certificate verify failed" in told[1]
+    assert errors[1].startswith("no TLS connection: ")
+    assert "certificate verify failed" in errors[1]
 
 
-class Ways:
-    """A tunnel that records the ports that it forwards to."""
+class FakeTunnel:
+    """A tunnel that records the ports to which it forwards."""
 
     def __init__(self):
         self.led = []
@@ -363,7 +363,7 @@ class Ways:
 
 
 def test_an_address_of_gloo_in_an_unknown_format_is_refused_when_it_is_written():
-    store = TunnelStore(Keys(), Ways(), 0, {})
+    store = TunnelStore(Keys(), FakeTunnel(), 0, {})
     with pytest.raises(RuntimeError, match="TLS cannot be used with it"):
         store.set("0/0", b"")
     assert not store.check(["0/0"])
@@ -372,15 +372,15 @@ def test_an_address_of_gloo_in_an_unknown_format_is_refused_when_it_is_written()
 # waiting and leaving
 
 
-class Work:
-    """An operation that ends after some polls, with an error or without."""
+class FakeWork:
+    """An operation that ends after some polls, with or without an error."""
 
-    def __init__(self, num_looks=0, error=""):
-        self.num_looks, self.error, self.within = num_looks, error, None
+    def __init__(self, num_polls=0, error=""):
+        self.num_polls, self.error, self.within = num_polls, error, None
 
     def is_completed(self):
-        self.num_looks -= 1
-        return self.num_looks < 0
+        self.num_polls -= 1
+        return self.num_polls < 0
 
     def wait(self, within):
         self.within = within
@@ -390,9 +390,9 @@ class Work:
 
 def test_an_operation_is_done_when_it_succeeds_or_fails():
     moment = timedelta(seconds=0.01)
-    assert is_done(Work(), moment) is True
-    assert is_done(Work(error="reset"), moment) is True
-    assert is_done(Work(num_looks=1, error="goes on"), moment) is False
+    assert is_done(FakeWork(), moment) is True
+    assert is_done(FakeWork(error="reset"), moment) is True
+    assert is_done(FakeWork(num_polls=1, error="goes on"), moment) is False
 
 
 class Clock:
@@ -410,16 +410,16 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("num_looks", "within_s", "is_so"),
+    ("num_polls", "within_s", "is_so"),
     [(0, 0.0, True), (1, 0.0, False), (20, 1.0, True), (10**9, 0.5, False)],
 )
 def test_an_operation_on_a_device_is_polled_often_and_within_its_bound(
-    monkeypatch, num_looks, within_s, is_so
+    monkeypatch, num_polls, within_s, is_so
 ):
     monkeypatch.setattr(process_group, "time", clock := Clock())
-    work = Work(num_looks=num_looks)
+    work = FakeWork(num_polls=num_polls)
     assert is_done_on_device(work, timedelta(seconds=within_s)) is is_so
-    assert len(clock.pauses) == (num_looks if is_so else num_looks - work.num_looks - 1)
+    assert len(clock.pauses) == (num_polls if is_so else num_polls - work.num_polls - 1)
     assert clock.pauses[:3] == [50e-6, 100e-6, 200e-6][: len(clock.pauses)]
     assert all(pause_s == 1e-3 for pause_s in clock.pauses[5:])
     if not is_so:
@@ -473,7 +473,7 @@ def test_a_groups_operations_are_bounded_by_its_time(members):
 # on a device
 
 
-class Nccl:
+class FakeNccl:
     """A fake process group of NCCL."""
 
     class Options:
@@ -489,7 +489,7 @@ class Nccl:
 
 @pytest.fixture
 def on_device(monkeypatch):
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     group = TorchGroup(1, 40, device="cuda", timeout_s=2.5)
     yield group

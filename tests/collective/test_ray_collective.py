@@ -1,4 +1,4 @@
-"""A group of Ray actors, without actors: how a wait handles torch's results."""
+"""Waits for operations of a group, with fake operations of torch."""
 
 import threading
 import time
@@ -11,8 +11,8 @@ from raydl.collective.ray_collective import CollectiveGroup, CollectiveWork, Gro
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 
 
-class Done:
-    """An operation that reports to be complete: aborted by NCCL, or really complete."""
+class DoneWork:
+    """An operation that reports completion, as a complete one or one aborted by NCCL does."""
 
     def is_completed(self):
         return True
@@ -21,15 +21,15 @@ class Done:
         pass
 
 
-class Queued:
+class QueuedWork:
     """An operation on a device that completes after some polls."""
 
-    def __init__(self, num_looks):
-        self.num_looks = num_looks
+    def __init__(self, num_polls):
+        self.num_polls = num_polls
 
     def is_completed(self):
-        self.num_looks -= 1
-        return self.num_looks <= 0
+        self.num_polls -= 1
+        return self.num_polls <= 0
 
     def wait(self):
         if not self.is_completed():
@@ -41,7 +41,7 @@ def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     group.address = GroupAddress("run", 7, device, timeout_s)
     group.adaptive, group._abandoned, group._diagnosis = None, threading.Event(), None
     group.torch = SimpleNamespace(
-        start_allreduce=lambda tensor: Done(), start_allgather=lambda tensor, out: Done()
+        start_allreduce=lambda tensor: DoneWork(), start_allgather=lambda tensor, out: DoneWork()
     )
     if is_abandoned:
         group._abandoned.set()
@@ -49,20 +49,20 @@ def group_on(device, *, is_abandoned=False, timeout_s=1.0):
 
 
 def test_an_abandoned_sum_on_a_device_does_not_count_as_a_sum():
-    work = CollectiveWork(group_on("cuda", is_abandoned=True), Done(), 3)
+    work = CollectiveWork(group_on("cuda", is_abandoned=True), DoneWork(), 3)
     with pytest.raises(ExchangeError, match="abandoned"):
         work.wait()
 
 
 @pytest.mark.parametrize(("device", "is_abandoned"), [("cuda", False), ("cpu", True)])
 def test_a_complete_sum_is_accepted(device, is_abandoned):
-    """In host memory a cut sum fails; a sum that completed before is valid."""
-    CollectiveWork(group_on(device, is_abandoned=is_abandoned), Done(), 3).wait()
+    """In host memory a cut sum fails, so a complete sum is valid."""
+    CollectiveWork(group_on(device, is_abandoned=is_abandoned), DoneWork(), 3).wait()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_abandoned_group_starts_no_further_sum(device):
-    """If all sums complete quickly, no wait notices."""
+    """Without this, quick sums would not notice: no wait takes long enough."""
     group = group_on(device, is_abandoned=True)
     with pytest.raises(ExchangeError, match="abandoned"):
         group.start_allreduce(torch.ones(1), round=3)
@@ -72,7 +72,7 @@ def test_an_abandoned_group_starts_no_further_sum(device):
 
 def test_a_sum_on_a_device_is_polled_often():
     began = time.monotonic()
-    CollectiveWork(group_on("cuda", timeout_s=60.0), Queued(1000), 3).wait()
+    CollectiveWork(group_on("cuda", timeout_s=60.0), QueuedWork(1000), 3).wait()
     assert time.monotonic() - began < 5.0
 
 
@@ -81,7 +81,7 @@ def test_a_thread_that_waits_for_a_device_returns_soon_after_the_group_is_abando
     threading.Timer(0.2, group._abandoned.set).start()
     began = time.monotonic()
     with pytest.raises(ExchangeError, match="abandoned"):
-        CollectiveWork(group, Queued(10**9), 3).wait()
+        CollectiveWork(group, QueuedWork(10**9), 3).wait()
     assert time.monotonic() - began < 5.0
 
 
@@ -89,4 +89,4 @@ def test_a_wait_for_a_device_is_bounded(monkeypatch):
     group = group_on("cuda", timeout_s=0.2)
     monkeypatch.setattr(group, "_late_workers", lambda round: ["w1"])
     with pytest.raises(ExchangeTimeoutError, match="w1"):
-        CollectiveWork(group, Queued(10**9), 3).wait()
+        CollectiveWork(group, QueuedWork(10**9), 3).wait()

@@ -149,7 +149,7 @@ def test_a_barrier_holds_all_members_until_the_last_one(ranks):
     assert first.result(BOUND_S)
 
 
-def test_a_back_end_that_is_called_without_options_sums_at_the_first_rank(ranks):
+def test_a_call_without_options_sums_at_the_first_rank(ranks):
     def operated(name, rank):
         group = collective.get_group_handle(name)
         tensors = [torch.tensor([rank + 2.0]) for _ in range(4)]
@@ -241,7 +241,7 @@ LAYOUTS = {
     "a transposed one": lambda whole: whole.T,
     "a parameter": lambda whole: torch.nn.Parameter(whole[:, 1]),
     "conjugated": lambda whole: whole.to(torch.complex64).conj(),
-    "negated": lambda whole: (1j * whole).conj().imag,  # a view that has only a sign bit
+    "negated": lambda whole: (1j * whole).conj().imag,  # a view that differs in a sign bit only
 }
 REPEATED = {"one element, repeated": lambda whole: whole[:1, :1].expand(2, 3)}
 
@@ -338,7 +338,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("act", [collective.allreduce, reduce_at_home, scatter])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_tensor_that_can_not_be_reduced_is_refused_before_anything_is_sent(ranks, kind, act):
+def test_a_tensor_that_cannot_be_reduced_is_refused_before_anything_is_sent(ranks, kind, act):
     problem, tensor = REFUSED[kind]
     members = ranks(1)
 
@@ -417,8 +417,8 @@ def test_several_devices_of_one_member_are_refused(ranks, monkeypatch):
     assert ranks(2).by_ray(refused) == [3.0, 3.0]
 
 
-def test_a_group_made_by_ray_only_says_how_to_connect_it(monkeypatch, ranks):
-    ranks(1)  # replaces Ray in this process
+def test_the_error_for_a_group_made_by_ray_alone_says_how_to_connect_it(monkeypatch, ranks):
+    ranks(1)  # this replaces Ray in this process
     collective.init_collective_group(1, 0, BACKEND, "bare")
     with pytest.raises(ConfigError, match=r"'bare' is not connected.*raydl\.init_collective_group"):
         collective.allreduce(torch.ones(1), "bare")
@@ -453,7 +453,7 @@ def test_tensors_on_a_device_stay_on_it(ranks):
 # the state after a failure
 
 
-class Failing:
+class FailingGroup:
     """A process group whose operations overwrite all memory that they may write, and fail."""
 
     def allreduce(self, tensors, options):
@@ -497,10 +497,10 @@ FAILING = {
 
 
 @pytest.mark.parametrize("act", FAILING)
-def test_an_operation_that_fails_half_done_changes_no_tensor(ranks, make_tensor, act):
+def test_an_operation_that_fails_in_the_middle_changes_no_tensor(ranks, make_tensor, act):
     members = ranks(2)
     group = members.groups[0]
-    kept, group.torch.process_group = group.torch.process_group, Failing()
+    kept, group.torch.process_group = group.torch.process_group, FailingGroup()
     tensors = [make_tensor([1.0, 2.0]) for _ in range(3)]
     members.lost = [1]
     error = error_of(members.begin(0, FAILING[act], tensors, members.name(0)))
@@ -585,7 +585,9 @@ def test_a_group_with_a_failed_operation_starts_no_further_one(ranks):
 def test_an_operation_whose_group_is_destroyed_by_another_thread_fails(ranks):
     members = ranks(2, timeout_s=BOUND_S)
     waiting = members.begin(0, total, members.name(0), 0)
-    members.center.server.wait_for_keys("run", 7, ["never"], 0.2)  # by then it waits for the other
+    members.center.server.wait_for_keys(
+        "run", 7, ["never"], 0.2
+    )  # by then the operation waits for the other member
     collective.destroy_collective_group(members.name(0))
     error_of(waiting)
 

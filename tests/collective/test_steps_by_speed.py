@@ -39,7 +39,9 @@ STEP_S = (0.01, 0.03, 0.011)
         ((0.0, 0.0), (10, 10)),
     ],
 )
-def test_the_fastest_worker_takes_the_period_and_others_what_they_complete_meanwhile(step_s, steps):
+def test_the_fastest_worker_takes_a_full_period_and_the_others_the_steps_that_fit_its_time(
+    step_s, steps
+):
     assert steps_by_speed(step_s, period=10) == steps
 
 
@@ -62,7 +64,7 @@ def test_all_ranks_change_the_steps_in_the_same_round_and_follow_a_changed_speed
     assert first[3 * EVERY :] == [(10, 10)] * EVERY
 
 
-def test_a_worker_that_rejoins_brings_its_speed_along(pool):
+def test_a_worker_that_rejoins_keeps_its_measured_speed(pool):
     group = LocalGroup(2, timeout_s=30.0)
 
     def first_steps(rank):
@@ -73,7 +75,7 @@ def test_a_worker_that_rejoins_brings_its_speed_along(pool):
     assert list(pool.map(first_steps, range(2))) == [(10, 2)] * 2
 
 
-def test_a_worker_that_takes_no_part_in_the_comparison_fails_the_round():
+def test_a_round_fails_if_a_worker_misses_the_comparison_of_speeds():
     group = LocalGroup(2, timeout_s=0.05)
     speeds = StepsBySpeed(group.member(0), 0, period=10, time_parts=TimeParts())
     with pytest.raises(ExchangeError):
@@ -92,7 +94,7 @@ def config(method, **exchange):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Return the positions that each worker trains, by epoch; workers have the speeds STEP_S."""
+    """Return a function for the positions that workers with the speeds STEP_S train, by epoch."""
     real, lock = StepsBySpeed.update, threading.Lock()
     by_worker = defaultdict(lambda: defaultdict(list))
 
@@ -140,7 +142,7 @@ def test_a_slow_worker_takes_fewer_steps_every_sample_counts_once_and_centers_ag
 
 
 def test_the_speeds_are_measured_without_the_waits(monkeypatch):
-    """Otherwise the fast worker, which waits for the slow one, would count as slow, too."""
+    """Otherwise the fast worker would count as slow too, since it waits for the slow one."""
 
     def step(self, epoch, positions, plan, take=Worker._step):
         time.sleep(0.03 if self.worker_id == "w1" else 0.003)
@@ -154,7 +156,7 @@ def test_the_speeds_are_measured_without_the_waits(monkeypatch):
     assert slow < 0.6 * fast
 
 
-def test_a_run_of_so_many_steps_ends_with_the_fastest_worker(trained):
+def test_a_limit_of_steps_applies_to_the_fastest_worker(trained):
     limited = TrainConfig(
         method=MethodConfig(name="sync-easgd", period=6, steps_by_speed=True),
         training=TrainingConfig(epochs=None, steps=40, batch_size=2),
@@ -174,7 +176,7 @@ def test_a_run_of_so_many_steps_ends_with_the_fastest_worker(trained):
         ("sync-easgd", {"group_size": 2}, "cannot be set with method.group_size"),
     ],
 )
-def test_settings_that_do_not_fit_are_one_sentence(method, more, sentence):
+def test_settings_that_do_not_fit_together_raise_one_sentence(method, more, sentence):
     with pytest.raises(ConfigError, match=sentence):
         resolve(TrainConfig(method=MethodConfig(name=method, steps_by_speed=True, **more)))
 

@@ -26,7 +26,7 @@ from raydl.errors import ConfigError
 from raydl.ray_backend import session
 
 HOSTS = ("127.0.1.1", "127.0.1.2")
-"""Two hosts, as the workers see it; both are loopback addresses of this machine."""
+"""Two hosts from the view of the workers; both are loopback addresses of this machine."""
 SOON_S = 10.0
 SECRET_FLOAT = 1.2345678
 
@@ -45,7 +45,7 @@ def others(tmp_path_factory):
 # the settings
 
 
-def refused(files):
+def refusal_of(files):
     with pytest.raises(ConfigError) as caught:
         check_tls(files)
     assert "\n" not in str(caught.value)
@@ -74,38 +74,40 @@ def test_a_missing_setting_is_named(files, name):
 @pytest.mark.parametrize("field", ["cert", "key", "ca"])
 def test_a_missing_file_or_one_that_is_no_pem_is_named(files, tmp_path, field):
     missing = dataclasses.replace(files, **{field: str(tmp_path / "missing.pem")})
-    assert f"cannot be read: {tmp_path}/missing.pem: No such file" in refused(missing)
+    assert f"cannot be read: {tmp_path}/missing.pem: No such file" in refusal_of(missing)
     (tmp_path / "text").write_text("no certificate")
     other = dataclasses.replace(files, **{field: str(tmp_path / "text")})
-    assert f"must be a PEM file, got {tmp_path}/text" in refused(other)
+    assert f"must be a PEM file, got {tmp_path}/text" in refusal_of(other)
 
 
 def test_a_key_of_another_certificate_is_refused(files, others):
     mixed = dataclasses.replace(files, key=others.key)
-    assert refused(mixed) == (
+    assert refusal_of(mixed) == (
         f"RAY_TLS_SERVER_KEY {others.key} is not the key of the certificate {files.cert}"
     )
 
 
 def test_a_certificate_of_another_authority_is_refused(files, others):
-    said = refused(dataclasses.replace(files, ca=others.ca))
-    assert said.startswith(f"RAY_TLS_SERVER_CERT {files.cert} is not accepted with {others.ca}: ")
+    message = refusal_of(dataclasses.replace(files, ca=others.ca))
+    assert message.startswith(
+        f"RAY_TLS_SERVER_CERT {files.cert} is not accepted with {others.ca}: "
+    )
 
 
 def test_an_expired_certificate_is_refused(tmp_path):
     old = make_certificates(tmp_path, HOSTS, days=-1.0)
-    assert "certificate has expired" in refused(old)
+    assert "certificate has expired" in refusal_of(old)
 
 
 def test_a_key_with_a_password_is_refused_without_a_prompt(files, tmp_path):
     key = tmp_path / "key.pem"
     words = ["openssl", "pkcs8", "-topk8", "-in", files.key, "-passout", "pass:abcd", "-out", key]
     subprocess.run(words, check=True, capture_output=True)
-    said = refused(dataclasses.replace(files, key=str(key)))
-    assert said.startswith("RAY_TLS_SERVER_KEY must not be encrypted")
+    message = refusal_of(dataclasses.replace(files, key=str(key)))
+    assert message.startswith("RAY_TLS_SERVER_KEY must not be encrypted")
 
 
-def test_sums_by_nccl_are_refused_since_they_would_be_unencrypted(files):
+def test_sums_by_nccl_are_refused_because_they_are_unencrypted(files):
     sync = TrainConfig(scaling=ScalingConfig(num_workers=2, gpus_per_worker=1))
     with pytest.raises(ConfigError, match=r"exchange.resident must be false with RAY_USE_TLS=1"):
         check_device(sync.exchange_device, environment_of(files))
@@ -140,8 +142,8 @@ def test_a_run_with_a_bad_certificate_ends_before_anything_starts(files, others,
 # traffic between workers on several hosts
 
 
-class Keys(dist.Store):
-    """The keys of a generation; the relay of a rank takes the place of its tunnel."""
+class RelayedKeys(dist.Store):
+    """The keys of a generation, in which the address of a rank's relay replaces its tunnel's."""
 
     def __init__(self, server, relays=None):
         super().__init__()
@@ -211,7 +213,7 @@ def groups_on(hosts, files, pool, relays=None, timeout_s=SOON_S):
 
     def connect(rank):
         try:
-            groups[rank].connect(Keys(server, relays), host=hosts[rank], tls=files[rank])
+            groups[rank].connect(RelayedKeys(server, relays), host=hosts[rank], tls=files[rank])
         except RuntimeError as error:
             return str(error)
         return ""
@@ -265,7 +267,7 @@ def test_gloo_listens_on_the_loopback_alone_and_a_tunnel_on_its_hosts_address(fi
 def test_a_process_without_a_certificate_of_the_authority_does_not_connect(files, others, pool):
     with groups_on(HOSTS, [files, others], pool, timeout_s=1.0) as (_, problems):
         assert all(problems)
-        assert "no TLS connection: " in problems[1]  # it does not trust the other, either
+        assert "no TLS connection: " in problems[1]  # it does not trust the other side, either
         assert "certificate verify failed" in problems[1]
 
 
@@ -305,6 +307,6 @@ def test_a_member_that_leaves_fails_the_sum_of_the_others_at_once(files, pool):
 
 
 @pytest.mark.parametrize("value", [b"", b"\x02\x00\x12\x34\x7f\x00\x00\x02" * 2])
-def test_a_torch_with_an_unknown_format_of_gloos_address_is_refused_in_one_sentence(value):
+def test_an_unknown_format_of_gloos_address_is_refused_with_one_sentence(value):
     with pytest.raises(RuntimeError, match=r"^torch 2\..* TLS cannot be used with it; .*$"):
         gloo_port(value)

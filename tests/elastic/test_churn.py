@@ -148,7 +148,7 @@ def test_samples_of_a_round_that_broke_early_are_trained_by_other_workers():
     """With fragments a round may break before its last step."""
     history = counting(AllProgress(), num_samples=100, period=4, exchange={"fragments": 2})
     history.train("w0", "w1", "w2", late={"w0": (1, 1)})  # the others reach step 1 of 4
-    assert len(history.watched["w1"].open) == 4
+    assert len(history.batches["w1"].open) == 4
     history.end("w0", "w1", "w2")
     history.assert_every_sample_once_an_epoch()
     assert (total_count(history) == 3).all()

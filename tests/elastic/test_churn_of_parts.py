@@ -31,7 +31,7 @@ def test_a_round_that_broke_after_its_first_fragment_leaves_the_center_as_it_was
     before = history.snapshot
     feedback = feedback_of(history.workers["w1"])
     history.train("w0", "w1", late={"w0": (0, 3)})  # the first fragment joins in step 1
-    assert history.parts["w1"].now == (0, 3)
+    assert history.scripts["w1"].now == (0, 3)
     assert_same(history.snapshot, before)
     assert_same(feedback_of(history.workers["w1"]), feedback)
 
@@ -53,7 +53,7 @@ def test_the_update_of_a_fragment_is_undone_with_its_round(rule):
     history.train("w0", "w1", late={"w0": (0, 3)})
     assert (history.snapshot.weights == 0).all()
     for worker_id in ("w0", "w1"):
-        rows = history.watched[worker_id].open
+        rows = history.batches[worker_id].open
         expected = np.bincount(rows, minlength=100)
         np.testing.assert_allclose(history.weights(worker_id).numpy(), expected, atol=1e-6)
         assert len(rows) == 8

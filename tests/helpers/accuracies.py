@@ -1,4 +1,4 @@
-"""Evaluations with a given accuracy."""
+"""Events of an evaluation with a given accuracy."""
 
 from raydl.core.progress import Progress
 from raydl.core.worker_group import Evaluated

@@ -85,7 +85,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def cluster_environment(address: str) -> dict[str, str]:
-    """Return the environment of a program that joins a cluster; none: it starts its own."""
+    """Return the environment of a program that joins a cluster; without an address: empty."""
     return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"} if address else {}
 
 
@@ -98,12 +98,12 @@ class ClusterRun:
         path: Path,
         *options: str,
         faults: list[dict[str, Any]] | None = None,
-        words: Sequence[str] = ("-m", "raydl"),
+        program: Sequence[str] = ("-m", "raydl"),
     ) -> None:
         self.path = path
         self.log = path.with_suffix(".log")
         words = [
-            sys.executable, *words, "train", "--run.progress", "plain",
+            sys.executable, *program, "train", "--run.progress", "plain",
             "--run-dir", str(path), *options,
         ]  # fmt: skip
         if faults:
@@ -144,16 +144,16 @@ class ClusterRun:
         """Wait until a condition holds, and fail if the run ends before."""
         deadline = time.monotonic() + BOUND_S
         while True:
-            has_ended = self.process.poll() is not None  # before the condition is looked at
+            has_ended = self.process.poll() is not None  # before the condition is checked
             if condition():
                 return
             assert not has_ended, f"the run ended before:\n{self.output}"
             assert time.monotonic() < deadline, f"timed out:\n{self.output}"
             time.sleep(0.05)
 
-    def until_logged(self, words: str) -> None:
-        """Wait until the output contains some words."""
-        self.until(lambda: words in self.output)
+    def until_logged(self, text: str) -> None:
+        """Wait until the output contains a text."""
+        self.until(lambda: text in self.output)
 
     def status(self) -> dict[str, Any]:
         """Return the content of ``status.json``, or an empty status."""
@@ -167,12 +167,12 @@ class ClusterRun:
         """Wait until ``num_workers`` workers train, by a status that is written after this call."""
         since = time.time()
 
-        def train() -> bool:
+        def all_train() -> bool:
             status = self.status()
             is_new = status.get("told_at", 0.0) > since
             return is_new and (status["num_workers"], status["state"]) == (num_workers, "training")
 
-        self.until(train)
+        self.until(all_train)
 
     @property
     def result(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Coordinators and shards, and messages as a worker sends them."""
+"""Coordinators, shards, and the messages of workers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Small and full disks."""
+"""Small and full disks in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mounted(path: Path, *, kib: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Lazily: a failed writer may still have a file open.
+        # Lazily, since a failed writer may still have a file open.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 

@@ -91,7 +91,7 @@ class Ensemble:
     def join(
         self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None
     ) -> Ensemble:
-        """Let all workers join a generation."""
+        """Join all workers to a generation."""
         snapshot = snapshot or self.first
         membership = Membership(1, tuple(w.worker_id for w in self.workers))
         group = LocalGroup(len(self.workers), timeout_s=30.0)

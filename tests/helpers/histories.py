@@ -33,12 +33,12 @@ Place = tuple[int, int]
 """(round of the generation, local step of the round), both from 0."""
 
 
-class Died(Exception):
-    """A worker was lost."""
+class WorkerDied(Exception):
+    """A worker died before a step."""
 
 
-class Watched(Batches):
-    """Records the samples that one worker reads."""
+class RecordingBatches(Batches):
+    """Batches that record the samples that a worker has read since its last exchange."""
 
     def __init__(self, images):
         super().__init__(self, Normalizer.of(images))
@@ -55,11 +55,11 @@ class Watched(Batches):
         return self.images.fetch(rows)
 
 
-class Transport:
-    """A group in which one sum reaches all members but this one.
+class LossyTransport:
+    """The transport of one member, which may miss one sum that all others receive.
 
-    The sum is given by its round and its number in the round; the sum by which the members learn
-    what each has trained, a tensor with one number per worker, has number -1.
+    The missed sum is given by its round and its number in the round. The sum of what each worker
+    has trained, a tensor with one number per worker, has number -1.
     """
 
     def __init__(self, member, missed=None):
@@ -94,14 +94,14 @@ class LostSum:
 
 
 @dataclass
-class Part:
+class MemberScript:
     """A worker's script and state in one generation."""
 
     transport: Any
     partners: Any
     first_round: int
-    dies: Place | None = None
-    lags: Place | None = None
+    dies_at: Place | None = None
+    leaves_at: Place | None = None
     now: Place = (-1, 0)
 
     def leave(self):
@@ -139,8 +139,8 @@ class History:
             self.snapshot = base.first = self._first_of(base, task)
         self.flat = base.flat
         self.workers: dict[str, Worker] = {}
-        self.watched: dict[str, Watched] = {}
-        self.parts: dict[str, Part] = {}
+        self.batches: dict[str, RecordingBatches] = {}
+        self.scripts: dict[str, MemberScript] = {}
         self.absent: tuple[str, ...] = ()
         self.generation = 0
         self.done = Counter()
@@ -166,75 +166,77 @@ class History:
 
         Args:
             members: ids of the workers that train.
-            rounds: rounds to complete; None: up to the end.
+            rounds: number of rounds; None: to the end of the run.
             lost: step before which a worker is lost, by worker id.
-            late: step from which a worker goes on alone, excluded by the others, by worker id.
-            missed: (round, number of the sum) that a worker does not receive, by worker id.
+            late: step from which a worker trains alone, left out by the others, by worker id.
+            missed: (round, number) of the sum that a worker does not receive, by worker id.
             states: state of a newcomer besides the center, by worker id.
         """
         self.generation += 1
         self.absent = tuple(w for w in self.absent if w not in members)
         membership = Membership(self.generation, members, self.absent)
-        self._hand_out_parts(membership, lost or {}, late or {}, missed or {})
+        self._make_scripts(membership, lost or {}, late or {}, missed or {})
         end = End({})
 
-        def live(worker_id):
+        def run(worker_id):
             try:
-                end.outcomes[worker_id] = self._live(worker_id, membership, rounds, states or {})
-            except Died:
+                end.outcomes[worker_id] = self._run_worker(
+                    worker_id, membership, rounds, states or {}
+                )
+            except WorkerDied:
                 pass
             except Exception as error:
                 end.errors.append(error)
             finally:
-                self.parts[worker_id].leave()
+                self.scripts[worker_id].leave()
 
         with ThreadPoolExecutor(len(members)) as pool:
-            list(pool.map(live, members))
+            list(pool.map(run, members))
         if end.errors:
             raise end.errors[0]
         self._settle(members, tuple(lost or ()), tuple(late or ()))
         return end
 
-    def _hand_out_parts(self, membership, lost, late, missed):
+    def _make_scripts(self, membership, lost, late, missed):
         members, size = membership.worker_ids, self.job.config.method.group_size
         group = LocalGroup(len(members), timeout_s=30.0, generation=self.generation)
         shared = [LocalGroup(size, timeout_s=30.0) for _ in range(len(members) // size)]
         first = self.snapshot.progress.round
         for rank, worker_id in enumerate(members):
             miss = missed.get(worker_id)
-            transport = Transport(group.member(rank), miss and (first + miss[0], miss[1]))
+            transport = LossyTransport(group.member(rank), miss and (first + miss[0], miss[1]))
             partners = shared[rank // size].member(rank % size) if size > 1 else None
-            self.parts[worker_id] = Part(
+            self.scripts[worker_id] = MemberScript(
                 transport, partners, first, lost.get(worker_id), late.get(worker_id)
             )
             if worker_id not in self.workers:
-                self.watched[worker_id] = Watched(self.images)
+                self.batches[worker_id] = RecordingBatches(self.images)
                 self.workers[worker_id] = Worker(
                     self.job,
                     worker_id,
-                    batches=self.watched[worker_id],
+                    batches=self.batches[worker_id],
                     publish=self._publish,
                     before_step=self._before_step,
                     non_trainable=self.flat.non_trainable.arrays(),
                 )
 
     def _before_step(self, worker_id, *, round, **_):
-        part = self.parts[worker_id]
-        number, step = part.now
-        now = round - part.first_round
-        part.now = (now, step + 1) if now == number else (now, 0)
-        if part.now == part.dies:
-            raise Died
-        if part.now == part.lags:
-            part.leave()
+        script = self.scripts[worker_id]
+        number, step = script.now
+        now = round - script.first_round
+        script.now = (now, step + 1) if now == number else (now, 0)
+        if script.now == script.dies_at:
+            raise WorkerDied
+        if script.now == script.leaves_at:
+            script.leave()
 
-    def _live(self, worker_id, membership, rounds, states):
-        worker, part = self.workers[worker_id], self.parts[worker_id]
+    def _run_worker(self, worker_id, membership, rounds, states):
+        worker, script = self.workers[worker_id], self.scripts[worker_id]
         num_done, outcome = 0, Outcome.GO_ON
         try:
             own = states.get(worker_id)
             own = own.load() if isinstance(own, SavedState) else own
-            worker.join(membership, part.transport, self.snapshot, own, part.partners)
+            worker.join(membership, script.transport, self.snapshot, own, script.partners)
             while outcome is Outcome.GO_ON and (rounds is None or num_done < rounds):
                 outcome = worker.run_round()
                 self._complete(worker_id)
@@ -245,8 +247,8 @@ class History:
 
     def _complete(self, worker_id):
         """Count the samples that a worker has read: its exchange is complete."""
-        self.done.update(self.watched[worker_id].open)
-        self.watched[worker_id].open = []
+        self.done.update(self.batches[worker_id].open)
+        self.batches[worker_id].open = []
 
     def _settle(self, members, lost, late):
         for worker_id in lost:
@@ -254,21 +256,21 @@ class History:
         self.absent += tuple(w for w in late if w in self.workers)
         here = [w for w in members if w not in lost and w not in late]
         newest, _ = age = max(self.workers[w].copy_age for w in here)
-        freshest, *others = [w for w in here if self.workers[w].copy_age == age]
+        first_newest, *others = [w for w in here if self.workers[w].copy_age == age]
         for worker_id in here:
             if self.workers[worker_id].round < newest:
                 self._complete(worker_id)  # the other workers have received its message
             elif self.sends is Sends.GRADIENT:
-                self.watched[worker_id].open = []  # these samples are trained again
+                self.batches[worker_id].open = []  # these samples are trained again
         for worker_id in late if self.sends is Sends.GRADIENT else ():
-            self.watched[worker_id].open = []
-        self.snapshot = self.workers[freshest].center()
+            self.batches[worker_id].open = []
+        self.snapshot = self.workers[first_newest].center()
         for worker_id in others:
             assert_same(self.workers[worker_id].center(), self.snapshot)
 
     def remove_worker(self, worker_id):
         """Remove a lost worker."""
-        del self.workers[worker_id], self.watched[worker_id]
+        del self.workers[worker_id], self.batches[worker_id]
         self.absent = tuple(w for w in self.absent if w != worker_id)
 
     def weights(self, worker_id):
@@ -330,7 +332,7 @@ def config(method="local-sgd", *, period=2, optimizer=None, exchange=None, group
 # a model that counts: each sample adds one to its own weight
 
 
-class Counts(torch.nn.Module):
+class CountingModel(torch.nn.Module):
     """One weight for each sample."""
 
     def __init__(self, num_samples):
@@ -338,7 +340,7 @@ class Counts(torch.nn.Module):
         self.counts = torch.nn.Parameter(torch.zeros(num_samples))
 
 
-class Counting:
+class CountingTask:
     """A task whose steps with rate 1 add one to the weight of each sample in the batch."""
 
     name = "counts"
@@ -348,7 +350,7 @@ class Counting:
         self._rule = rule
 
     def build_model(self, shape):
-        return Counts(self._num_samples)
+        return CountingModel(self._num_samples)
 
     def loss(self, model, batch):
         total = -model.counts[batch[1]].sum()
@@ -373,7 +375,7 @@ def counting(rule, *, num_samples=25, **more):
     images = tiny_images(num_samples)
     images = ImageSet(images.images, np.arange(num_samples), tuple(map(str, range(num_samples))))
     settings = config("local-sgd", optimizer=plain, **more)
-    return History(settings, images=images, task=Counting(num_samples, rule), rule=rule)
+    return History(settings, images=images, task=CountingTask(num_samples, rule), rule=rule)
 
 
 def num_counted(history):

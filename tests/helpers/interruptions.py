@@ -1,4 +1,4 @@
-"""Runs in one process that stop, and go on from a checkpoint."""
+"""Runs in one process that stop and resume from a checkpoint."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from raydl.storage import Storage
 
 
 def write_and_read_checkpoint(folder, ensemble, round):
-    """Return the states of the workers and of the center's optimizer, written and read again."""
+    """Write a checkpoint of an ensemble; return its snapshot and worker states, read again."""
     store = CheckpointStore(Storage(str(folder)))
     workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
     state = {"optimizer": ensemble.newest.optimizer}
@@ -32,7 +32,7 @@ def write_and_read_checkpoint(folder, ensemble, round):
 
 
 def assert_same_bits_after_an_interruption(config, folder):
-    """Assert that a run of two workers, stopped and resumed, ends as one that was not."""
+    """Assert that a stopped and resumed run ends with the bits of an uninterrupted one."""
     images = tiny_images(31)
     whole = Ensemble(config, num_workers=2, images=images, model=deep).join()
     whole.run()

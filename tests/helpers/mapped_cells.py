@@ -20,7 +20,7 @@ from raydl.worker.in_process import HERE
 
 
 class FakeCenterClient:
-    """A client whose completions are all answered with the same assignment."""
+    """A client that receives the same assignment for each completion."""
 
     num_shards = 1
 

@@ -18,7 +18,7 @@ from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupA
 HOST = "127.0.0.1"
 
 
-class Method:
+class FakeActorMethod:
     """A method of a fake actor, executed by a thread."""
 
     def __init__(self, act):
@@ -37,39 +37,39 @@ class Method:
         return result
 
 
-class Center:
-    """A fake center with the keys of a run; ``asked`` has (keys, seconds) of each waiting call."""
+class FakeCenter:
+    """A fake center with the keys of a run; ``waits`` has (keys, seconds) of each wait."""
 
     def __init__(self):
         self.server = StoreServer()
-        self.asked = []
+        self.waits = []
         self.lost = None
         """An error of Ray that each call raises, or None."""
-        self.set_key, self.wait_for_keys = Method(self._set), Method(self._wait)
+        self.set_key, self.wait_for_keys = FakeActorMethod(self._set), FakeActorMethod(self._wait)
 
     def _set(self, *arguments):
         if self.lost is None:
             self.server.set_key(*arguments)
 
     def _wait(self, run_id, generation, keys, timeout_s):
-        self.asked.append((keys, timeout_s))
+        self.waits.append((keys, timeout_s))
         if self.lost is not None:
             raise self.lost
         return self.server.wait_for_keys(run_id, generation, keys, timeout_s)
 
 
 class FakeRay:
-    """The parts of Ray that the collective uses; ``waited`` has the time-out of each ``get``."""
+    """The parts of Ray that the collective uses; ``timeouts`` has the time-out of each ``get``."""
 
     def __init__(self):
-        self.waited = []
+        self.timeouts = []
         self.util = types.SimpleNamespace(get_node_ip_address=lambda: HOST)
         self.runtime = types.SimpleNamespace(get_node_id=lambda: "node")
 
-    def get(self, asked, timeout):
-        self.waited.append(timeout)
+    def get(self, future, timeout):
+        self.timeouts.append(timeout)
         try:
-            return asked.result(timeout)
+            return future.result(timeout)
         except NotInTime as error:
             raise GetTimeoutError("no answer") from error
 
@@ -97,11 +97,11 @@ class Ranks:
     def __init__(
         self, num_workers, monkeypatch, *, timeout_s=20.0, device="cpu", is_user_group=False
     ):
-        self.center, self.ray = Center(), FakeRay()
+        self.center, self.ray = FakeCenter(), FakeRay()
         monkeypatch.setattr(ray_collective, "ray", self.ray)
         monkeypatch.setattr(ray_api, "_check_inside_actor", lambda: None)
         monkeypatch.setattr(ray_api, "ray", types.SimpleNamespace(get_actor=no_actor))
-        # All members time out in this process, so they hear of each other sooner.
+        # All members time out in this process, so they learn of each other sooner.
         monkeypatch.setattr(ray_collective, "_PRESENCE_WAIT", timedelta(seconds=1.5))
         monkeypatch.setattr(failure_diagnosis, "_WAIT_S", 1.5)
         ray_collective.register()  # before the threads, which might register twice

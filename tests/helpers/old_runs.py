@@ -1,4 +1,4 @@
-"""Event files of earlier starts."""
+"""Renames event files as if an earlier start had written them."""
 
 
 def age_event_file(folder):

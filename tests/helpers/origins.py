@@ -1,4 +1,4 @@
-"""A model that stores in its replica the process in which it first trained.
+"""A model that stores the id of the process in which it first trained.
 
 Its steps sleep, so that a run lasts long enough and leaves the cores to others.
 """

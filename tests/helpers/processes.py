@@ -16,12 +16,12 @@ PROC = Path("/proc")
 _LISTEN = "0A"
 
 
-def processes_that(fits: Callable[[int], bool]) -> list[int]:
-    """Return the ids of all processes that fit, without those that end meanwhile."""
+def processes_that(matches: Callable[[int], bool]) -> list[int]:
+    """Return the ids of the processes that meet a condition, without those that end meanwhile."""
     found = []
     for entry in PROC.iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and fits(int(entry.name)):
+            if entry.name.isdigit() and matches(int(entry.name)):
                 found.append(int(entry.name))
     return found
 

@@ -1,4 +1,4 @@
-"""A server on this machine that speaks S3's own protocol, and a client of it."""
+"""A server of the S3 protocol on this machine, and a client of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# What the server and its client import takes a second, which only tests that ask for them wait.
+# The functions import server and client, which takes a second, only for the tests that use them.
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def s3_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def s3_client(url: str) -> Iterator[Any]:
-    """Yield a client that any server of this kind lets in."""
+    """Yield a client that any server of this kind accepts."""
     import boto3
 
     keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
@@ -40,7 +40,7 @@ def s3_client(url: str) -> Iterator[Any]:
 
 
 def use_test_credentials(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let clients of this test take the server's keys, and no account of this machine's user."""
+    """Set the server's keys for clients of this test, instead of an account of the user."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):

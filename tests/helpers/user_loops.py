@@ -51,13 +51,13 @@ class Threads:
     ) -> Attached:
         """Return the handle of a user loop, as ``raydl.attach`` does with Ray."""
         job = job_of(self.config, model, optimizer, None)
-        terms = terms_of(job, model)
+        options = terms_of(job, model)
         self.is_sync = job.method.is_sync
 
         def register(preferred_id: str | None) -> tuple[RendezvousServer, str]:
             with self._lock:
-                self.server = self.server or RendezvousServer("run", job, terms)
-            return self.server, self.server.register(preferred_id, terms)
+                self.server = self.server or RendezvousServer("run", job, options)
+            return self.server, self.server.register(preferred_id, options)
 
         rendezvous = RendezvousClient(
             "run",
@@ -100,7 +100,7 @@ def copy_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Tell whether two states have the same names and values."""
+    """Return whether two states have the same names and values."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

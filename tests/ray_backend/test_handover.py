@@ -144,9 +144,9 @@ def test_a_replacement_continues_with_the_replica_of_the_leaver(
     four_cpus, tmp_path, method, is_blind
 ):
     options = ["--model", "origins:model", "--epochs", "99999", "--period", "4", "--workers", "2"]
-    words = ["-c", _OTHER_FOLDER, str(tmp_path / "elsewhere")] if is_blind else ["-m", "raydl"]
+    program = ["-c", _OTHER_FOLDER, str(tmp_path / "elsewhere")] if is_blind else ["-m", "raydl"]
     options += ["--method", method]
-    with ClusterRun(four_cpus, tmp_path / "run", *options, words=words) as run:
+    with ClusterRun(four_cpus, tmp_path / "run", *options, program=program) as run:
         run.until_training(2)
         before = set(actor_pids(four_cpus, "WorkerActor"))
         command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
