@@ -1,4 +1,4 @@
-"""The snapshot cache holds the needed rounds; a rebuilt center has the optimizer of the old one."""
+"""The snapshot cache holds the needed rounds; a rebuilt center keeps the optimizer's state."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from raydl.core.progress import Progress
 from raydl.parameter_server.server import CenterServer, make_shard
 
 
-def test_only_the_newest_snapshots_are_held():
+def test_the_cache_holds_only_the_newest_snapshots():
     cache = SnapshotCache(num_newest=2)
     for round in (3, 1, 2, 9):
         cache.put(snapshot(round))
@@ -61,7 +61,7 @@ def test_a_center_rebuilt_from_a_workers_copy_has_the_optimizer_of_the_lost_cent
     assert_same(after, before)
 
 
-def test_a_state_sent_as_arrays_has_every_tensor_at_its_place_again():
+def test_a_state_sent_as_arrays_is_restored_with_every_tensor_in_its_place():
     half = torch.ones(2, dtype=torch.bfloat16)  # NumPy has no such type
     state = {"step": 3, "state": {0: {"exp_avg": torch.arange(3.0)}}, "groups": [half, {"a": 1}]}
     sent = as_arrays(state)
@@ -75,7 +75,7 @@ def test_a_state_sent_as_arrays_has_every_tensor_at_its_place_again():
     assert torch.equal(back["state"][0]["exp_avg"], torch.arange(3.0)), "tensors are copies"
 
 
-def test_an_adopted_copy_replaces_one_of_the_same_round_unless_that_is_of_a_later_generation():
+def test_an_adopted_copy_replaces_a_snapshot_of_its_round_unless_of_a_later_generation():
     cache = SnapshotCache()
     cache.put(with_progress(snapshot(4), generation=2, num_samples=1))
     for generation, num_samples, kept in ((2, 5, 5), (1, 9, 5), (3, 7, 7)):
@@ -130,7 +130,7 @@ def test_a_snapshot_is_finite_if_all_weights_and_buffers_are(where):
     assert not dataclasses.replace(good, **{where: spoiled}).is_finite()
 
 
-def test_a_snapshot_stays_kept_when_one_of_the_same_round_and_generation_replaces_it():
+def test_a_kept_snapshot_stays_kept_when_one_of_its_round_and_generation_replaces_it():
     for put in (SnapshotCache.put, SnapshotCache.adopt):
         cache = SnapshotCache()
         put(cache, with_progress(snapshot(4, is_kept=True), generation=2))

@@ -1,4 +1,4 @@
-"""Every codec by hand, and error feedback."""
+"""Every codec, checked by hand, and error feedback."""
 
 import math
 
@@ -115,7 +115,7 @@ def test_a_message_is_bytes_of_the_stated_size_and_all_of_out_is_overwritten(cod
     assert (message.dtype, message.shape) == (torch.uint8, (codec.num_bytes(length),))
     memory = torch.full_like(message, 77)
     assert codec.encode(values, out=memory) is memory
-    assert torch.equal(memory, message)  # also: the same bytes for the same values
+    assert torch.equal(memory, message)  # the same values also give the same bytes
     assert torch.equal(values, before)
     outs = [torch.full((length,), junk) for junk in (7.0, math.nan)]
     assert all(codec.decode(message, out=out) is out for out in outs)
@@ -245,13 +245,13 @@ def test_a_message_is_committed_once():
 @every_codec
 def test_a_loaded_state_gives_the_same_messages(codec):
     first, second = ErrorFeedback(codec), ErrorFeedback(codec)
-    second.load_state_dict(first.state_dict())  # of a codec that was never used
+    second.load_state_dict(first.state_dict())  # the state of a codec that was never used
     second.encode(vector(300, 9))
     second.commit()
     for seed in range(4):
         first.encode(vector(300, seed))
         first.commit()
-    first.encode(vector(300, 7))  # fails: it is not in the state
+    first.encode(vector(300, 7))  # this message is not in the state
     state = first.state_dict()
     second.load_state_dict(state)
     for seed in range(4, 8):
@@ -314,7 +314,7 @@ def distance(codec, *, feedback: bool, workers: list[torch.Tensor], lr=0.02, ste
 
 
 def test_topk_reaches_the_minimum_with_feedback_and_is_slower_without():
-    # Without feedback it arrives later: the largest gradients of a single worker shrink.
+    # Without feedback it takes longer: the largest gradients of a single worker shrink.
     target = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert distance(TopK(0.1), feedback=True, workers=[target], lr=0.1) < 1e-4
     assert distance(TopK(0.1), feedback=False, workers=[target], lr=0.1) > 5e-3
@@ -324,7 +324,7 @@ def test_topk_reaches_the_minimum_with_feedback_and_is_slower_without():
     ("codec", "near", "far"), [(TopK(0.1), 0.1, 0.9), (Int8Blocks(), 0.04, 0.12)]
 )
 def test_workers_that_disagree_find_the_minimum_with_feedback_only(codec, near, far):
-    # Large gradients, which cancel in the sum, displace small ones, which do not.
+    # Large gradients cancel in the sum but displace small ones, which do not cancel.
     target = torch.randn(100, generator=torch.Generator().manual_seed(0))
     apart = torch.zeros(100)
     apart[:10] = 100.0
@@ -334,7 +334,7 @@ def test_workers_that_disagree_find_the_minimum_with_feedback_only(codec, near, 
 
 
 def test_feedback_needs_a_lower_lr_than_topk_alone():
-    # The residual arrives all at once, like a gradient that is many steps old.
+    # The residual is sent at once, like a gradient that is many steps old.
     target = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert distance(TopK(0.1), feedback=True, workers=[target], lr=0.5, steps=200) > 1
     assert distance(TopK(0.1), feedback=False, workers=[target], lr=0.5, steps=200) < 0.05
@@ -356,7 +356,7 @@ def test_a_setting_is_parsed_to_its_codec():
     "text",
     ["", "zip", "topk", "topk:", "topk:0", "topk:1.01", "topk:-1", "topk:nan", "topk:x", "int8:9"],
 )
-def test_any_other_text_is_refused_in_one_sentence(text):
+def test_any_other_text_is_refused_with_one_sentence(text):
     with pytest.raises(ConfigError) as caught:
         parse_codec(text)
     assert str(caught.value) == (

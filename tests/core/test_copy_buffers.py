@@ -1,4 +1,4 @@
-"""Copies of a state equal it, and reuse memory that no tensor refers to."""
+"""Copies equal their state and reuse memory that no tensor refers to."""
 
 import threading
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingCon
 from raydl.core.center import as_arrays, as_tensors, copied_to_cpu
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 
-LARGE = 1 << 18  # floats: a block of its own
+LARGE = 1 << 18  # floats: large enough for its own block
 
 
 def state_of(value):
@@ -27,7 +27,7 @@ def places(state):
     return {t.data_ptr() for t in (state["weights"], momentum, state["half"])}
 
 
-def is_of(state, value):
+def has_value(state, value):
     momentum = state["optimizer"]["state"][0]["m"]
     tensors = (state["weights"], momentum, state["half"], state["small"][0])
     kinds = [(t.shape, t.dtype) for t in tensors]
@@ -43,7 +43,7 @@ def test_a_copy_equals_the_state_and_shares_no_memory_with_it():
     copy = CopyBuffers().of(state)
     state["weights"].zero_()
     state["half"].zero_()
-    assert is_of(copy, 2.0)
+    assert has_value(copy, 2.0)
     assert copy["small"][1:] == ["text", None]
     assert copy["optimizer"]["state"][0]["step"] == 3
 
@@ -71,18 +71,18 @@ def test_the_memory_of_a_copy_is_reused_after_the_copy_is_deleted():
     first = copies.of(state_of(1.0))
     second = copies.of(state_of(2.0))
     assert not places(first) & places(second)
-    assert is_of(first, 1.0)
+    assert has_value(first, 1.0)
     before = places(first)
     del first
     third = copies.of(state_of(3.0))
     assert places(third) == before
-    assert is_of(second, 2.0)
+    assert has_value(second, 2.0)
 
 
 def test_a_view_of_a_copy_keeps_its_memory():
     copies = CopyBuffers()
     copy = copies.of(state_of(1.0))
-    memory = copy["weights"][5:9].numpy().data  # as held while a file is written
+    memory = copy["weights"][5:9].numpy().data  # like the memory of a file that is being written
     del copy
     copies.of(state_of(2.0))
     copies.of(state_of(3.0))

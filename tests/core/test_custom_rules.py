@@ -1,4 +1,4 @@
-"""A mistake in a custom rule is reported in one sentence before any process starts."""
+"""An error in a custom rule is reported in one sentence before any process starts."""
 
 import functools
 import re
@@ -139,7 +139,7 @@ class NeverProgresses(Halfway):
     sends, steps_replica = Sends.PROGRESS, False
 
 
-def tried(rule, num_parameters=12):
+def check_like_a_run(rule, num_parameters=12):
     """Check a rule as a run does: its settings first, then the rule with the model."""
     resolve(TrainConfig(method=MethodConfig(name="own")), rule)
     try_rule(rule, num_parameters)
@@ -173,10 +173,10 @@ def tried(rule, num_parameters=12):
         (NeverProgresses, "NeverProgresses.steps_replica must be True, because it sends progress"),
     ],
 )
-def test_a_mistake_is_reported_by_name(kind, sentence):
+def test_an_error_in_a_rule_is_reported_by_name(kind, sentence):
     kept = list(Counts.calls)
     with pytest.raises(ConfigError, match=f"^method.name {re.escape(sentence)}"):
-        tried(kind())
+        check_like_a_run(kind())
     assert Counts.calls == kept + [1] * (kind is Counts) * 16, "a class attribute is not copied"
     Counts.calls.clear()
 
@@ -203,7 +203,7 @@ def test_a_rule_that_sends_gradients_is_refused_where_local_steps_are_needed(met
 @pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.core.rules:Elastic"])
 def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
     config = TrainConfig(method=MethodConfig(name=name))
-    if name.endswith("Elastic"):  # it has a from_config of its own
+    if name.endswith("Elastic"):  # Elastic has its own from_config
         assert resolve(config).rule.beta == config.method.beta
         return
     with pytest.raises(ConfigError) as error:
@@ -228,7 +228,7 @@ def test_a_method_argument_of_another_type_is_refused(method, sentence):
 
 
 class WithMomentum(Halfway):
-    """The same momentum, kept in the optimizer at the center."""
+    """The rule KeepsMomentum with the momentum in the optimizer at the center."""
 
     sends = Sends.PROGRESS
 
@@ -341,7 +341,7 @@ class Slow(Halfway):
 )
 def test_a_valid_rule_is_accepted_unchanged(rule):
     before = dict(vars(rule))
-    tried(rule)
+    check_like_a_run(rule)
     assert vars(rule).keys() == before.keys()
     assert all(value is before[key] for key, value in vars(rule).items())
 
@@ -362,7 +362,7 @@ class CountsInBfloat16(Halfway):
         super().update_center_(center, total, tally, optimizer)
 
 
-class CountsBesideWhatCanNotBeCompared(Halfway):
+class CountsBesideIncomparableValues(Halfway):
     def __init__(self):
         self.held = {"what": NotCompared(), "seen": [0]}
 
@@ -371,10 +371,10 @@ class CountsBesideWhatCanNotBeCompared(Halfway):
         super().update_center_(center, total, tally, optimizer)
 
 
-@pytest.mark.parametrize("kind", [CountsInBfloat16, CountsBesideWhatCanNotBeCompared])
-def test_state_of_any_kind_is_found(kind):
+@pytest.mark.parametrize("kind", [CountsInBfloat16, CountsBesideIncomparableValues])
+def test_state_in_a_rule_is_found_in_any_form(kind):
     with pytest.raises(ConfigError, match=r"update_center_\(\) changed the rule's attribute"):
-        tried(kind())
+        check_like_a_run(kind())
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -431,7 +431,7 @@ def test_a_rule_for_the_size_of_the_model_trains(tmp_path):
 
 
 def test_a_newcomer_has_the_state_of_the_optimizer_at_the_center():
-    """The state that is lost with KeepsMomentum."""
+    """KeepsMomentum loses this state."""
     case = config("local-sgd", epochs=4)
     history = History(case, task=Classification(linear), rule=WithMomentum())
     history.train("w0", "w1", rounds=3)

@@ -1,4 +1,4 @@
-"""A model on three flat tensors computes the same as before."""
+"""A model on three flat tensors computes the same as the original model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Learning rate schedules against those of torch, and cuts of the rate."""
+"""Learning rate schedules compared with those of torch, and cuts of the rate."""
 
 import dataclasses
 import math
@@ -69,13 +69,17 @@ def negative(share):
     return 0.5 - share
 
 
-def own(name):
+def custom_schedule(name):
     return OptimizerConfig(lr=0.4, lr_schedule=f"test_lr_schedules:{name}", warmup=0.5)
 
 
-def test_a_schedule_of_ones_own_is_a_function_of_the_share_of_the_run():
-    assert [lr_at(own("halving"), share) for share in (0.0, 0.5, 1.0)] == [0.4, 0.1, 0.025]
-    check_optimizer(own("halving"), None)
+def test_a_custom_schedule_is_a_function_of_the_share_of_the_run():
+    assert [lr_at(custom_schedule("halving"), share) for share in (0.0, 0.5, 1.0)] == [
+        0.4,
+        0.1,
+        0.025,
+    ]
+    check_optimizer(custom_schedule("halving"), None)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_a_schedule_of_ones_own_is_a_function_of_the_share_of_the_run():
 )
 def test_a_schedule_that_gives_no_factor_is_refused_before_anything_starts(name, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        check_optimizer(own(name), None)
+        check_optimizer(custom_schedule(name), None)
 
 
 def test_a_decay_leaves_room_for_the_warm_up():
@@ -115,7 +119,7 @@ def test_the_rate_is_cut_after_too_many_evaluations_without_improvement(name, si
     ("name", "scores", "num_cuts"),
     [
         ("loss", [-1.0] * 4, 1),
-        ("loss", [-1.0, -0.99, -0.98, -0.97], 1),  # it gets worse
+        ("loss", [-1.0, -0.99, -0.98, -0.97], 1),  # the score gets worse
         ("loss", [-1.0, -1.01, -1.02, -1.03], 0),
         ("loss", [1.0, 0.0, -1.0, -2.0], 0),
         ("accuracy", [0.98, 0.98005, 0.9801, 0.98015], 0),  # any better score counts
@@ -145,7 +149,7 @@ def plateau_of(method):
     return Ensemble(config, num_workers=2, images=tiny_images(96)).join()
 
 
-def test_all_ranks_cut_after_the_same_round_though_they_receive_the_request_in_different_ones():
+def test_all_ranks_cut_after_the_same_round_even_if_the_request_arrives_in_different_rounds():
     ensemble = plateau_of("sync-easgd")
     ensemble.run(1)
     ensemble.workers[0].vote(1, num_cuts=1)
@@ -162,7 +166,7 @@ def test_all_ranks_cut_after_the_same_round_though_they_receive_the_request_in_d
 def test_with_messages_the_assignment_has_the_number_of_cuts():
     ensemble = plateau_of("async-easgd")
     ensemble.run(1)
-    for _ in range(2):  # a repeated request is still one cut
+    for _ in range(2):  # a repeated request counts as one cut
         ensemble.service.coordinator.vote(1, num_cuts=1)
     ensemble.run(2)
     assert [w.runner.strategy.num_cuts for w in ensemble.workers] == [1, 1]

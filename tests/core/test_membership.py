@@ -1,4 +1,4 @@
-"""The decision table of the next membership, and the reasons it gives."""
+"""The decision table of the next membership, and the reasons of its decisions."""
 
 import pytest
 from hypothesis import given
@@ -137,7 +137,7 @@ def test_members_that_are_ready_stay_and_newcomers_replace_the_others(
 
 @pytest.mark.parametrize("ready", [THREE, FOUR, ("w2", "w1", "w0")])
 def test_the_same_membership_is_returned_if_nothing_changes(ready):
-    """The controller relies on it after a broken exchange that lost no worker."""
+    """The controller relies on this after a broken exchange that lost no worker."""
     now = Membership(4, THREE)
     assert decide(now, ready) == (now, "no worker joins or leaves")
 
@@ -149,7 +149,7 @@ def test_too_few_members_wait_for_a_newcomer():
     assert (ids(after), why) == (("w1", "w2"), "w0 was lost, w2 joins")
 
 
-# left out, and returning
+# workers left out, and their return
 
 
 def test_a_worker_left_out_is_absent_and_named_in_the_reason():
@@ -301,14 +301,14 @@ def test_too_few_groups_are_left():
     assert (after, why) == (None, "2 of 4 workers are left (w0 is on standby, w1 was lost)")
 
 
-# any case
+# properties
 
 names = [f"w{i}" for i in range(9)]
 
 
 @st.composite
 def cases(draw):
-    """Some members in whole groups, some absent, some ready, some neither."""
+    """Draw members in whole groups, absent workers, ready workers and others."""
     group_size = draw(st.integers(1, 3))
     order = draw(st.permutations(names))
     num_members = group_size * draw(st.integers(0, len(names) // group_size))
@@ -361,7 +361,7 @@ def test_only_whole_groups_of_ready_workers_train_in_any_case(case):
 
 
 @given(cases())
-def test_a_membership_changes_exactly_when_its_members_or_its_absent_ones_do(case):
+def test_a_membership_changes_exactly_when_its_members_or_absent_workers_change(case):
     now = case["now"]
     after, why = next_membership(**case, patience_s=5.0)
     if now is None or after is None:

@@ -1,4 +1,4 @@
-"""Properties that all methods share, in one scenario in this process."""
+"""Properties that all methods share, in a scenario in this process."""
 
 import dataclasses
 
@@ -84,7 +84,7 @@ def test_messages_are_sent_in_fragments_to_shards_with_delay(method, shards, fra
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 def test_more_fragments_than_parameters_are_refused(method):
-    """The empty ones would all end a round, and count samples that were never trained."""
+    """Each empty fragment would end a round and count samples that were never trained."""
     parameters = [torch.zeros(1, 1), torch.zeros(1)]
     fits, not_fits = (
         scenario_config(method, period=4, exchange=ExchangeConfig(fragments=fragments))
@@ -101,7 +101,7 @@ def test_more_fragments_than_parameters_are_refused(method):
 @pytest.mark.parametrize("fragments", [1, 2, 3])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("method", SYNC)
-def test_sync_rounds_with_fragments_and_delay_give_the_same_bits_again(method, fragments, delay):
+def test_sync_rounds_with_fragments_and_delay_are_deterministic(method, fragments, delay):
     config = scenario_config(
         method, epochs=2, period=6, exchange=ExchangeConfig(fragments=fragments, delay=delay)
     )
@@ -120,7 +120,7 @@ def test_the_distance_is_that_of_all_fragments(fragments):
         "sync-easgd", steps=8, period=4, exchange=ExchangeConfig(fragments=fragments)
     )
     ensemble = Ensemble(config, num_workers=1, images=tiny_images(60))
-    ensemble.use_task(Still())
+    ensemble.use_task(NoGradient())
     ensemble.join()
     ensemble.workers[0].replica.flat.weights.add_(1.0)
     ensemble.run(1)
@@ -243,7 +243,7 @@ def test_round_robin_exchanges_strictly_in_rank_order():
     assert senders == ["w0", "w1", "w2"] * 6
 
 
-def test_round_robin_gives_the_same_bits_again():
+def test_round_robin_is_deterministic():
     config = scenario_config("original-easgd", epochs=2, workers=3)
     assert np.array_equal(center_of(config, 3), center_of(config, 3))
 
@@ -251,7 +251,7 @@ def test_round_robin_gives_the_same_bits_again():
 # conservation; not for Hogwild, which may lose parts of updates
 
 
-class Still:
+class NoGradient:
     """A task without gradients: only exchanges change the weights."""
 
     name = "still"
@@ -265,10 +265,10 @@ class Still:
 
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("method", [m for m in ELASTIC if not m.startswith("hogwild")])
-def test_what_the_replicas_lose_the_center_gains(method, fragments):
+def test_exchanges_conserve_the_sum_of_replicas_and_center(method, fragments):
     config = scenario_config(method, steps=6, exchange=ExchangeConfig(fragments=fragments))
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
-    ensemble.use_task(Still())
+    ensemble.use_task(NoGradient())
     ensemble.join()
     for rank, worker in enumerate(ensemble.workers):
         worker.replica.flat.weights.add_(float(rank) - 0.5)
@@ -293,7 +293,7 @@ def test_without_gradients_fragments_change_nothing(fragments):
             "sync-easgd", steps=6, period=3, exchange=ExchangeConfig(fragments=count)
         )
         ensemble = Ensemble(config, num_workers=2, images=tiny_images(60))
-        ensemble.use_task(Still())
+        ensemble.use_task(NoGradient())
         ensemble.join()
         for rank, worker in enumerate(ensemble.workers):
             worker.replica.flat.weights.add_(float(rank))
@@ -325,7 +325,7 @@ def test_workers_of_a_group_are_one_replica_and_train_to_the_end(method, exchang
 def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch():
     """Gradients of a group are those of one batch, and the exchange counts it once."""
     # A group's members take consecutive samples over a round, a single worker over a step:
-    # with one step to a round both see the same batches.
+    # with one step a round both see the same batches.
     config = scenario_config("sync-easgd", epochs=2, period=1, batch_size=2, workers=2)
     shared = Ensemble(in_groups(config, 2), num_workers=2, images=tiny_images(40)).join()
     shared.run()
@@ -339,7 +339,7 @@ def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch
 
 
 def run_in_turn(ensemble, rounds):
-    """Run some rounds; by messages, whose order counts, one worker after the other."""
+    """Run some rounds; by messages one worker after the other, since their order matters."""
     if ensemble.job.method.is_sync:
         ensemble.run(rounds)
         return
@@ -361,7 +361,7 @@ def trained(method, *, is_dynamic, compression):
 
 
 def jump(method, *, is_dynamic, compression="none"):
-    """Return how far the center moves, and how far a replica is from it after it was far away."""
+    """Return how far a distant replica moves the center, and its distance after that."""
     ensemble = trained(method, is_dynamic=is_dynamic, compression=compression)
     before, lost = torch.tensor(ensemble.center_weights()), ensemble.workers[1].replica.flat.weights
     lost.add_(5.0)
@@ -376,7 +376,7 @@ def test_a_replica_that_is_suddenly_far_away_hardly_moves_the_center(method, cod
     plain = jump(method, is_dynamic=False, compression=codec)
     dynamic = jump(method, is_dynamic=True, compression=codec)
     assert dynamic[0] < 0.2 * plain[0]  # the center
-    assert dynamic[1] < 0.2 * plain[1]  # the replica, which is close to the others at once
+    assert dynamic[1] < 0.2 * plain[1]  # the replica returns to the others at once
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -416,7 +416,12 @@ def test_each_span_is_trusted_by_its_own_distances_and_always_without_dynamic_we
 
 def test_trust_follows_the_trend_of_the_distance():
     trust = DistanceTrend()
-    assert [trust.distrust(d) for d in (0.1, 1.0, 2.0, 2.0)] == [0, 0, 0, 0]  # a run begins
+    assert [trust.distrust(d) for d in (0.1, 1.0, 2.0, 2.0)] == [
+        0,
+        0,
+        0,
+        0,
+    ]  # at the beginning of a run
     assert trust.distrust(2.0) == 0
     assert trust.distrust(100.0) == 1
     again = DistanceTrend()
@@ -448,7 +453,7 @@ def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, cod
     exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)
     config = scenario_config(method, steps=40, exchange=exchange)
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
-    ensemble.use_task(Still())
+    ensemble.use_task(NoGradient())
     ensemble.join()
     for rank, worker in enumerate(ensemble.workers):
         worker.replica.flat.weights.add_(float(rank) - 0.5)
@@ -458,9 +463,9 @@ def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, cod
     center = torch.tensor(ensemble.center().weights)
     after = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
     assert after + float(center.sum()) == pytest.approx(before, abs=1e-4)
-    if method == "async-easgd":  # a thread may have finished before another began
+    if method == "async-easgd":  # one thread may have finished before another began
         return
-    for worker in ensemble.workers:  # nothing is left out for ever: they all came together
+    for worker in ensemble.workers:  # all values were sent: all workers are equal
         assert float((worker.replica.flat.weights - center).abs().max()) < 0.1
 
 

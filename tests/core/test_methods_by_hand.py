@@ -184,7 +184,7 @@ def trainer_of(rule, tmp_path):
     )
 
 
-def test_a_run_takes_a_rule_that_can_not_be_imported(tmp_path):
+def test_a_run_accepts_a_rule_that_cannot_be_imported(tmp_path):
     class Inside(Halfway):
         """A rule defined in a function."""
 
@@ -193,7 +193,7 @@ def test_a_run_takes_a_rule_that_can_not_be_imported(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", [None, "async"])
-def test_a_run_takes_a_custom_rule(tmp_path, strategy):
+def test_a_run_accepts_a_custom_rule(tmp_path, strategy):
     trainer = trainer_of(Halfway(), tmp_path)
     method = dataclasses.replace(trainer.config.method, strategy=strategy)
     trainer.config = dataclasses.replace(trainer.config, method=method)

@@ -89,10 +89,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("num_both", [0, 3])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_ten_steps_of_two_experts_are_torch_optim_bit_for_bit(name, num_both):
+def test_ten_steps_of_two_experts_equal_torch_optim_bit_for_bit(name, num_both):
     settings = SETTINGS.get(name, {})
     config = OptimizerConfig(name=name, lr=0.05, **settings, **PLAIN)
-    # Muon takes matrices alone.
+    # Muon accepts matrices only.
     replica, reference = pair(config, num_both=num_both, bias=name != "muon")
     optimizer = OPTIMIZERS[name](reference.parameters(), lr=0.05, **settings)
     for number, batch in enumerate(batches(10), start=1):
@@ -104,7 +104,7 @@ def test_ten_steps_of_two_experts_are_torch_optim_bit_for_bit(name, num_both):
     assert_equal_bits(replica, reference)
 
 
-def test_matrices_alone_decay_and_gradients_are_clipped_as_in_torch():
+def test_only_matrices_decay_and_gradients_are_clipped_as_in_torch():
     config = OptimizerConfig(
         name="adamw", lr=0.05, weight_decay=0.3, decay_only_matrices=True,
         **{**PLAIN, "clip_grad_norm": 0.1},
@@ -124,7 +124,7 @@ def test_matrices_alone_decay_and_gradients_are_clipped_as_in_torch():
     assert_equal_bits(replica, reference)
 
 
-def test_parameter_groups_stay_when_a_step_gives_no_gradient():
+def test_parameter_groups_do_not_change_in_a_step_without_gradients():
     group = ParamGroup(pattern="*.bias", lr_scale=0.5, weight_decay=0.0)
     config = OptimizerConfig(
         name="adamw", lr=0.05, weight_decay=0.3, param_groups=(group,), **PLAIN
@@ -143,7 +143,7 @@ def test_parameter_groups_stay_when_a_step_gives_no_gradient():
     assert_equal_bits(replica, reference)
 
 
-def test_a_users_optimizer_skips_them_too():
+def test_a_users_optimizer_skips_missing_gradients_too():
     config = OptimizerConfig(name="test:adamw", lr=0.05, **PLAIN)
     replica, reference = pair(config, own=lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.2))
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.2)
@@ -172,7 +172,7 @@ def test_a_replica_resumes_from_a_state_of_either_form(num_before):
 
 
 def test_gradients_that_the_models_own_code_set_to_none_are_used():
-    """A loss that computes a gradient of its own often sets the gradients to None afterwards."""
+    """A loss that computes its own gradient often sets the gradients to None afterwards."""
 
     class Penalised(Classification):
         def loss(self, model, batch):
@@ -215,7 +215,7 @@ class ByRank(Classification):
         return super().loss(model, batch)
 
 
-def test_workers_that_share_a_replica_update_the_parameters_that_either_reached():
+def test_workers_that_share_a_replica_update_the_parameters_that_either_has_used():
     config = settings("sync-easgd", name="adamw", weight_decay=0.5, group_size=2)
     ensemble = Ensemble(config, num_workers=2, task=ByRank()).join()
     ensemble.run(2)

@@ -20,8 +20,8 @@ METHODS = ["sync-easgd", "local-sgd", "sync-sgd", "async-easgd", "async-sgd", "h
 BAD = [math.nan, math.inf, -math.inf, 1e30]
 
 
-class Explodes(Classification):
-    """The gradient of one worker becomes bad at one step, but not its loss."""
+class BadGradient(Classification):
+    """A task in which the gradient of one worker, but not its loss, is non-finite at one step."""
 
     def __init__(self, value, *, at):
         super().__init__(linear)
@@ -41,9 +41,9 @@ class Explodes(Classification):
 @pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("method", METHODS)
-def test_bad_weights_are_refused_with_worker_and_step(method, value, is_mapped):
+def test_non_finite_weights_are_refused_with_worker_and_step(method, value, is_mapped):
     case = config(method, period=2, optimizer={"lr": 0.1, "clip_grad_norm": None})
-    task = Explodes(value, at=3)
+    task = BadGradient(value, at=3)
     ensemble = Ensemble(case, num_workers=1, task=task, has_neighbours=is_mapped).join()
     with pytest.raises(StepError) as error:
         ensemble.run()
@@ -55,7 +55,7 @@ def test_bad_weights_are_refused_with_worker_and_step(method, value, is_mapped):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_bad_statistics_are_refused(method):
+def test_non_finite_statistics_are_refused(method):
     def normed(image_shape, num_classes):
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, num_classes))
 
@@ -70,7 +70,7 @@ def test_bad_statistics_are_refused(method):
 
 def test_a_refused_message_leaves_the_center_of_the_other_workers():
     case = config("sync-easgd", period=2, optimizer={"lr": 0.1, "clip_grad_norm": None})
-    history = History(case, task=Explodes(math.nan, at=3))
+    history = History(case, task=BadGradient(math.nan, at=3))
     with pytest.raises(StepError):
         history.train("w0", "w1")
     for worker in history.workers.values():
@@ -112,7 +112,7 @@ def alone(method="sync-easgd", period=2):
 
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_step_with_a_bad_gradient_changes_nothing(method, value):
+def test_a_step_with_a_non_finite_gradient_changes_nothing(method, value):
     model, optimizer, elastic = attached(alone(method), momentum=0.9)
     with elastic:
         for step in range(9):
@@ -167,7 +167,7 @@ def test_a_scaled_loss_gives_the_same_weights_as_an_unscaled_one(unscales):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_the_other_workers_wait_for_one_that_skips_steps():
+def test_the_other_workers_wait_for_a_worker_that_skips_steps():
     threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 2))
 
     def loop(rank):
@@ -192,7 +192,7 @@ def test_the_other_workers_wait_for_one_that_skips_steps():
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_50_bad_gradients_in_a_row_raise_one_sentence():
+def test_50_non_finite_gradients_in_a_row_raise_one_sentence():
     model, _, elastic = attached(alone())
     with elastic:
         backward(model, 0)
@@ -208,7 +208,7 @@ def test_50_bad_gradients_in_a_row_raise_one_sentence():
 
 
 @pytest.mark.parametrize("method", ["local-sgd", "async-easgd"])
-def test_bad_weights_of_a_users_loop_do_not_reach_the_center(method):
+def test_non_finite_weights_of_a_users_loop_do_not_reach_the_center(method):
     model, optimizer, elastic = attached(alone(method))
     with elastic:
         for step in range(4):

@@ -28,26 +28,26 @@ from raydl.worker.evaluator import Evaluator
 METHODS = ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"]
 
 
-def chance(*shape):
+def unseeded(*shape):
     """Return random numbers without a seed, different in each process."""
     numbers = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
     return torch.tensor(numbers.standard_normal(shape), dtype=torch.float32)
 
 
 class Mixed(nn.Module):
-    """Random frozen layer, permutation, buffers of several dtypes, mask, unsaved buffer."""
+    """A model with every kind of non-trainable state, some of it random."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
         self.frozen = nn.Linear(16, 32)
         with torch.no_grad():
-            self.frozen.weight.copy_(chance(32, 16))
+            self.frozen.weight.copy_(unseeded(32, 16))
         self.frozen.requires_grad_(False)
-        self.register_buffer("order", torch.argsort(chance(32)))
-        self.register_buffer("scale", chance(32).double())
-        self.register_buffer("bf16", chance(32).bfloat16())
+        self.register_buffer("order", torch.argsort(unseeded(32)))
+        self.register_buffer("scale", unseeded(32).double())
+        self.register_buffer("bf16", unseeded(32).bfloat16())
         self.register_buffer("mask", torch.full((32,), -torch.inf))
-        self.register_buffer("secret", chance(32), persistent=False)
+        self.register_buffer("secret", unseeded(32), persistent=False)
         self.norm = nn.BatchNorm1d(32, momentum=None)
         self.head = nn.Linear(32, num_classes)
 
@@ -91,13 +91,13 @@ def test_every_worker_starts_with_the_non_trainable_state_of_the_first_model(met
 def test_frozen_parameters_are_never_sent():
     case = config("sync-easgd", period=1)
     frozen, trained = (
-        Ensemble(case, num_workers=2, model=model).join() for model in (Mixed, HeadAlone)
+        Ensemble(case, num_workers=2, model=model).join() for model in (Mixed, TrainedPart)
     )
     sizes = [e.workers[0].runner.strategy._exchange_bytes for e in (frozen, trained)]
     assert sizes[0] == sizes[1]
 
 
-class HeadAlone(nn.Module):
+class TrainedPart(nn.Module):
     """The trained part of Mixed."""
 
     def __init__(self, image_shape, num_classes):
@@ -127,9 +127,9 @@ class Saved(nn.Module):
         super().__init__()
         self.frozen = nn.Linear(64, 128)
         with torch.no_grad():
-            self.frozen.weight.copy_(chance(128, 64) / 8)
+            self.frozen.weight.copy_(unseeded(128, 64) / 8)
         self.frozen.requires_grad_(False)
-        self.register_buffer("order", torch.argsort(chance(128)))
+        self.register_buffer("order", torch.argsort(unseeded(128)))
         self.head = nn.Linear(128, num_classes)
 
     def forward(self, images):
@@ -150,7 +150,7 @@ def train(tmp_path, method, num_workers, **more):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_the_saved_center_is_the_center_that_was_scored(tmp_path, method):
+def test_the_saved_center_equals_the_center_that_was_scored(tmp_path, method):
     result = train(tmp_path, method, 0)
     assert result.metrics["center_accuracy"] > 0.8
     assert scored(result.path, load("digits")) == pytest.approx(result.metrics["center_accuracy"])
@@ -255,7 +255,7 @@ class WithTeacher(nn.Module):
         self.student = nn.Linear(16, num_classes)
         self.teacher = nn.Linear(16, num_classes).requires_grad_(False)
         with torch.no_grad():
-            self.teacher.weight.copy_(chance(num_classes, 16))
+            self.teacher.weight.copy_(unseeded(num_classes, 16))
 
     def forward(self, images):
         if self.training:  # like DINO's code; the version counter does not change
@@ -301,7 +301,7 @@ class WithTeacherOfDigits(WithTeacher):
 # a user's training loop
 
 
-def own_loop(threads, rank, *, state=None, num_steps=6):
+def user_loop(threads, rank, *, state=None, num_steps=6):
     model = Mixed((1, 4, 4), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -323,7 +323,7 @@ def own_loop(threads, rank, *, state=None, num_steps=6):
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "async-easgd"])
 def test_attached_models_share_the_non_trainable_state(method):
     threads = Threads(user_loop_config(MethodConfig(name=method, period=2), 3))
-    (first, _), *others = run_all([own_loop(threads, rank) for rank in range(3)])
+    (first, _), *others = run_all([user_loop(threads, rank) for rank in range(3)])
     for center, _ in others:
         assert center.keys() == first.keys()
         for name in ("frozen.weight", "frozen.bias", "order", "scale", "bf16", "mask"):
@@ -332,9 +332,9 @@ def test_attached_models_share_the_non_trainable_state(method):
 
 def test_a_resumed_attached_model_has_its_saved_non_trainable_state():
     threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 2))
-    before = run_all([own_loop(threads, rank) for rank in range(2)])
+    before = run_all([user_loop(threads, rank) for rank in range(2)])
     again = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 2))
-    after = run_all([own_loop(again, rank, state=before[rank][1]) for rank in range(2)])
+    after = run_all([user_loop(again, rank, state=before[rank][1]) for rank in range(2)])
     for name in ("frozen.weight", "order", "scale", "bf16"):
         assert torch.equal(after[0][0][name], before[0][0][name]), name
     counts = [int(center["norm.num_batches_tracked"]) for center, _ in (before[0], after[0])]
@@ -358,7 +358,7 @@ def test_attached_models_of_another_layout_are_refused():
 
 
 class Replaces(nn.Module):
-    """Assigns new tensors to its parameter and its buffer, as much code does."""
+    """Assigns new tensors to its parameter and its buffer, as is common."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -505,13 +505,13 @@ def test_a_complex_buffer_is_sent():
 @pytest.mark.parametrize(
     "tensor", [torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex128)]
 )
-def test_a_saved_tensor_that_checkpoints_can_not_hold_is_refused(tensor):
+def test_a_saved_tensor_that_checkpoints_cannot_hold_is_refused(tensor):
     with pytest.raises(ShapeError, match=r"has held, torch\..* which checkpoints cannot hold"):
         FlatModel(Holder(tensor))
     assert FlatModel(Holder(tensor, persistent=False)).non_trainable.names == ()
 
 
-class Grows(nn.Module):
+class GrowingBuffer(nn.Module):
     """Stores the size of each batch."""
 
     def __init__(self, image_shape, num_classes):
@@ -530,7 +530,7 @@ def test_a_run_with_a_growing_buffer_can_be_resumed(tmp_path, method):
     def fit(steps, *, resume=False):
         run = raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none", resume=resume)
         raydl.Trainer(
-            raydl.Classification(Grows),
+            raydl.Classification(GrowingBuffer),
             method=method,
             training=raydl.TrainingConfig(steps=steps),
             scaling=raydl.ScalingConfig(num_workers=0),
@@ -613,7 +613,7 @@ class FilledLater(nn.Module):
 
 
 class CacheFilledLater(FilledLater):
-    """The same with a buffer that is not saved."""
+    """A FilledLater with a buffer that is not saved."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__(image_shape, num_classes, persistent=False)

@@ -48,7 +48,7 @@ def test_decay_only_matrices_survives_a_checkpoint(tmp_path):
     assert np.array_equal(again.newest.weights, whole.newest.weights)
 
 
-def test_sync_sgd_with_adamw_at_the_center_is_adamw_on_the_joined_batch():
+def test_sync_sgd_with_adamw_at_the_center_equals_adamw_on_the_joined_batch():
     config = replica_config("sync-sgd", name="adamw", lr=0.01, training={"epochs": 1})
     config = dataclasses.replace(config, method=MethodConfig(name="sync-sgd", period=1))
     images = tiny_images(24)
@@ -80,7 +80,7 @@ def test_a_state_split_into_spans_and_joined_again_is_the_same():
     assert str(joined_states(parts, [2, 3])) == str(whole)
 
 
-def test_spans_that_were_not_exchanged_yet_have_a_state_of_zeros():
+def test_spans_that_were_not_exchanged_yet_have_a_zero_state():
     flat = torch.arange(3.0)
     optimizer = torch.optim.AdamW([flat], lr=0.1)
     new = copied_to_cpu(optimizer.state_dict())

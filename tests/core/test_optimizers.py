@@ -1,4 +1,4 @@
-"""Optimizers against plain torch, and settings that are refused."""
+"""Optimizers compared with plain torch, and settings that are refused."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ sys.exit("torch._dynamo" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_elementwise_optimizers_hold_one_flat_tensor_and_others_the_models_parameters():
+def test_elementwise_optimizers_hold_one_flat_tensor_and_others_the_parameters_of_the_model():
     for name in OPTIMIZERS:
         replica, reference = replica_of(OptimizerConfig(name=name, lr=0.1), model=matrices)
         sizes = [p.numel() for p in parameters_of(replica._optimizer)]
@@ -135,7 +135,7 @@ def test_the_groups_of_a_users_optimizer_keep_the_ratios_of_their_rates():
     assert rates == pytest.approx([0.005, 0.0005])
 
 
-def low_first(parameters):
+def low_rate_first(parameters):
     groups = [{"params": parameters[:1], "lr": 0.001}, {"params": parameters[1:], "lr": 0.1}]
     return torch.optim.SGD(groups, lr=0.5)
 
@@ -152,7 +152,7 @@ def body_and_head(parameters):
 
 @pytest.mark.parametrize(
     ("own", "rates"),
-    [(low_first, [0.0005, 0.05]), (frozen_first, [0.0, 0.05]), (body_and_head, [0.005, 0.05])],
+    [(low_rate_first, [0.0005, 0.05]), (frozen_first, [0.0, 0.05]), (body_and_head, [0.005, 0.05])],
 )
 def test_the_group_with_the_highest_rate_gets_the_scheduled_one(own, rates):
     replica, _ = replica_of(OptimizerConfig(name="here:own", **PLAIN), own=own)
@@ -160,7 +160,7 @@ def test_the_group_with_the_highest_rate_gets_the_scheduled_one(own, rates):
     assert [group["lr"] for group in replica._optimizer.param_groups] == pytest.approx(rates)
 
 
-@pytest.mark.parametrize("own", [low_first, frozen_first])
+@pytest.mark.parametrize("own", [low_rate_first, frozen_first])
 def test_the_default_rate_is_the_highest_of_all_groups(own):
     settings, own_optimizer = as_config(own)
     assert resolve(TrainConfig(optimizer=settings), None, own_optimizer).optimizer.lr == 0.1
@@ -176,7 +176,7 @@ def with_an_object(parameters):
     return torch.optim.SGD([{"params": parameters, "owner": object()}], lr=0.1)
 
 
-def test_an_optimizer_that_checkpoints_can_not_hold_is_refused_before_the_start(tmp_path):
+def test_an_optimizer_that_checkpoints_cannot_hold_is_refused_before_the_start(tmp_path):
     refused = Trainer(
         "mlp",
         "synthetic:96",
@@ -200,7 +200,7 @@ def test_a_users_optimizer_is_found_by_module_and_name():
     assert method.optimizer.lr == 0.01
 
 
-def test_unset_settings_are_the_methods_for_sgd_and_the_optimizers_own_for_others():
+def test_unset_settings_come_from_the_method_for_sgd_and_from_the_optimizer_otherwise():
     def settings(method, name):
         config = TrainConfig(method=MethodConfig(name=method), optimizer=OptimizerConfig(name=name))
         optimizer = filled_in(config, resolve(config)).optimizer
@@ -292,7 +292,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"training": {"label_smoothing": 1.0}}, "training.label_smoothing must be in [0, 1)"),
     ],
 )
-def test_settings_that_do_not_fit_together_are_refused_in_one_sentence(settings, sentence):
+def test_settings_that_do_not_fit_together_are_refused_with_one_sentence(settings, sentence):
     assert sentence in problem_of(**settings)
 
 
@@ -349,7 +349,7 @@ def test_smoothing_is_for_models_by_name():
 # a user's function, with settings
 
 
-def adam_of_mine(parameters):
+def my_adam(parameters):
     return torch.optim.Adam(parameters, lr=0.002, betas=(0.8, 0.9))
 
 
@@ -359,7 +359,7 @@ def train(run_dir, *options):
     return cli.main(words)
 
 
-@pytest.mark.parametrize("name", ["torch.optim:AdamW", "test_optimizers:adam_of_mine"])
+@pytest.mark.parametrize("name", ["torch.optim:AdamW", "test_optimizers:my_adam"])
 def test_a_command_trains_with_an_optimizer_by_module_and_name_and_resumes_with_it(tmp_path, name):
     options = ["--optimizer", name, "--batch-size", "512"]
     assert train(tmp_path / "run", *options, "--epochs", "1") == 0
@@ -371,10 +371,10 @@ def test_a_command_trains_with_an_optimizer_by_module_and_name_and_resumes_with_
 
 def test_a_function_is_used_with_the_settings_that_are_passed_with_it():
     around = OptimizerConfig(lr=0.5, lr_schedule="linear", warmup=0.25, clip_grad_norm=0.1)
-    trainer = raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, optimizer=around)
+    trainer = raydl.Trainer("mlp", "digits", make_optimizer=my_adam, optimizer=around)
     method = resolve(trainer.config, None, trainer.own_optimizer)
-    assert method.own_optimizer is adam_of_mine
-    assert method.inner == dataclasses.replace(around, name="test_optimizers:adam_of_mine")
+    assert method.own_optimizer is my_adam
+    assert method.inner == dataclasses.replace(around, name="test_optimizers:my_adam")
     replica, reference = replica_of(method.inner, own=method.own_optimizer)
     replica.set_lr(0.01)
     optimizer = torch.optim.Adam(reference.parameters(), lr=0.01, betas=(0.8, 0.9))
@@ -384,10 +384,10 @@ def test_a_function_is_used_with_the_settings_that_are_passed_with_it():
 def test_arguments_that_contradict_a_users_function_are_refused():
     for settings, sentence in [
         ({"optimizer": "adamw"}, "optimizer.name adamw exclude each other; leave the name out"),
-        ({"optimizer": adam_of_mine}, "a function as optimizer exclude each other; give one"),
+        ({"optimizer": my_adam}, "a function as optimizer exclude each other; give one"),
     ]:
         with pytest.raises(ConfigError, match=f"make_optimizer and {sentence}"):
-            raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, **settings)
+            raydl.Trainer("mlp", "digits", make_optimizer=my_adam, **settings)
     with pytest.raises(ConfigError, match="make_optimizer must be a function of parameters, got"):
         raydl.Trainer("mlp", "digits", make_optimizer=3)
 

@@ -1,4 +1,4 @@
-"""Parameter groups by patterns of names: settings, steps, checkpoints, and what is refused."""
+"""Parameter groups by patterns of names: settings, steps, checkpoints and errors."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_options_of_a_group_reach_the_optimizer():
     assert torch.equal(*steps_of_both(replica, reference, optimizer))
 
 
-def test_the_first_pattern_that_matches_a_name_counts():
+def test_a_parameter_belongs_to_the_first_pattern_that_matches_its_name():
     biases, head = (ParamGroup(pattern=p, lr_scale=s) for p, s in (("*.bias", 0.25), ("4.*", 0.5)))
     for groups, scale in (((biases, head), 0.25), ((head, biases), 0.5)):
         config = OptimizerConfig(lr=0.1, param_groups=groups, **PLAIN)
@@ -126,7 +126,7 @@ def test_a_gradient_is_clipped_over_all_groups_together():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_in_every_method_a_group_with_scale_0_stays_as_it_began(method, tmp_path):
+def test_in_every_method_a_group_with_scale_0_does_not_change(method, tmp_path):
     fits = []
     for scale in (0.0, 1.0):
         trainer = raydl.Trainer(
@@ -150,7 +150,7 @@ def test_in_every_method_a_group_with_scale_0_stays_as_it_began(method, tmp_path
         assert not torch.equal(trained[name], first[name]), name
 
 
-def test_sync_sgd_with_groups_at_the_center_is_torch_on_the_joined_batch():
+def test_sync_sgd_with_groups_at_the_center_equals_torch_on_the_joined_batch():
     group = ParamGroup(pattern="*.bias", lr_scale=0.5, weight_decay=0.0)
     config = replica_config(
         "sync-sgd", name="adamw", lr=0.01, weight_decay=0.2, training={"epochs": 1},
@@ -282,7 +282,7 @@ def test_a_run_records_its_groups_and_keeps_them_to_resume(tmp_path, capsys):
     assert "optimizer.param_groups is () but the run began with" in capsys.readouterr().err
 
 
-# what is refused before any actor starts
+# errors before any actor starts
 
 
 @pytest.mark.parametrize(
@@ -296,13 +296,13 @@ def test_a_run_records_its_groups_and_keeps_them_to_resume(tmp_path, capsys):
         ("a:weight_decay=-1", "weight_decay of optimizer.param_groups must be a number, 0 or more"),
     ],
 )
-def test_a_text_that_is_no_group_is_refused(text, sentence):
+def test_a_text_that_is_not_a_group_is_refused(text, sentence):
     with pytest.raises(ConfigError) as error:
         parse_train(["--param-group", text])
     assert str(error.value).startswith(sentence)
 
 
-def test_what_is_no_group_is_refused_in_python():
+def test_an_object_that_is_not_a_group_is_refused():
     for groups in ("*.bias", [{"pattern": "*.bias"}], ParamGroup(pattern="a")):
         with pytest.raises(ConfigError, match=r"must be a list of raydl\.ParamGroup, got"):
             OptimizerConfig(param_groups=groups)

@@ -51,7 +51,7 @@ def test_a_step_never_mixes_two_epochs():
     assert max(size for _, size in sizes) == 2
 
 
-def test_each_fragment_begins_its_delay_before_it_joins_and_the_last_one_joins_in_the_last_step():
+def test_each_fragment_is_sent_its_delay_before_it_is_applied_and_the_last_one_in_the_last_step():
     assert plan_round(4, fragments=2, delay=1) == [([0], []), ([], [0]), ([1], []), ([], [1])]
     assert plan_round(1, fragments=2, delay=1) == [([0, 1], [0, 1])]
 
@@ -149,7 +149,7 @@ def test_a_run_logs_the_warning_and_its_result_has_the_mean_period(tmp_path, cap
     ).fit()
     assert "method.period 100 is 4.3 epochs for one worker" in capsys.readouterr().out
     result = json.loads((tmp_path / "run/result.json").read_text())
-    # An epoch of 1,438 samples has 23 local steps: 9 of them are two rounds and one of 7 steps.
+    # An epoch of 1,438 samples has 23 local steps: 9 epochs are two full rounds and one of 7 steps.
     assert result["rounds"] == 3
     assert result["period"] == pytest.approx(9 * 23 / 3)
     (row,) = make_rows([Run("diloco", "sync", 0, settings(), result)], 0.9)

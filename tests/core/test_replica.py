@@ -1,4 +1,4 @@
-"""The step of a replica against plain torch.optim and against sums by hand."""
+"""The step of a replica compared with plain torch.optim and with sums by hand."""
 
 import copy
 
@@ -41,7 +41,7 @@ def make_replica(rule, config):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_ten_steps_without_exchange_are_torch_optim_bit_for_bit(momentum):
+def test_ten_steps_without_exchange_equal_torch_optim_bit_for_bit(momentum):
     config = OptimizerConfig(lr=0.1, momentum=momentum, weight_decay=0.01, clip_grad_norm=None)
     replica, reference = make_replica(Elastic(0.9), config)
     optimizer = torch.optim.SGD(
@@ -67,7 +67,7 @@ def test_a_gradient_is_clipped_to_the_limit():
 
 
 def test_a_replica_that_starts_over_has_a_new_optimizer():
-    """The first step of Adam has the length of its rate, whatever the steps before."""
+    """The first step of a new Adam has the length of its rate."""
     torch.manual_seed(0)
     optimizer = OptimizerConfig(name="adam", lr=0.1, clip_grad_norm=None)
     replica, _ = make_replica(Elastic(0.9), optimizer)
@@ -134,7 +134,7 @@ def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, o
         if step_plans:
             with pytest.raises(ExchangeError):
                 replica.step(batch, StepPlan(begin=broken, join=broken, overlap=overlap))
-        elif rule.steps_replica:  # otherwise the step was only its gradient
+        elif rule.steps_replica:  # otherwise the step only computed its gradient
             replica.step(batch)
         states.append(replica.state_dict())
     for key in ("weights", "buffers", "gradients"):

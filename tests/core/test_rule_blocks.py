@@ -1,4 +1,4 @@
-"""Block by block, rules compute the same as over the whole vector."""
+"""Rules compute the same block by block as over the whole vector."""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ def test_a_single_message_moves_the_center_by_its_own_difference():
     st.floats(-10, 10, width=32),
     st.floats(0.01, 1.0),
 )
-def test_what_the_replicas_lose_the_center_gains(values, center_value, beta):
+def test_an_exchange_conserves_the_sum_of_replicas_and_center(values, center_value, beta):
     replicas = [torch.tensor([v], dtype=torch.float64) for v in values]
     center = torch.tensor([center_value], dtype=torch.float64)
     before = sum(x.item() for x in replicas) + center.item()
@@ -77,7 +77,7 @@ def test_the_moving_rate_is_beta_over_p():
 def test_the_stability_limit_separates_convergence_from_divergence(
     num_workers, share_of_limit, is_stable
 ):
-    """On h/2 x^2 with replicas apart: below the limit all shrink, above they grow."""
+    """Train h/2 x^2 from different replicas: below the limit all values shrink, above they grow."""
     lr, curvature = 0.5, 0.8
     alpha = share_of_limit * moving_rate_limit(num_workers, lr_curvature=lr * curvature)
     rule = Elastic(beta=alpha * num_workers)
@@ -169,7 +169,7 @@ def test_a_delayed_momentum_counts_each_message_once():
 
 
 @pytest.mark.parametrize(("lr_curvature", "limit"), [(0.0, 1.0), (1.0, 2 / 3), (1.5, 0.4)])
-def test_the_stability_limit_of_exchanges_one_by_one(lr_curvature, limit):
+def test_the_stability_limit_of_exchanges_of_one_worker_at_a_time(lr_curvature, limit):
     """(4 - 2*eta*h) / (4 - eta*h)."""
     assert moving_rate_limit_in_turn(lr_curvature=lr_curvature) == pytest.approx(limit)
 

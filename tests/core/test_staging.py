@@ -1,4 +1,4 @@
-"""Parameters copied between a device and host memory, for a center elsewhere."""
+"""Parameters are copied between a device and host memory if the center is elsewhere."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The center of a net with batch normalization has statistics for its evaluation."""
+"""The center of a model with batch normalization has statistics for its evaluation."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,7 +79,7 @@ def partners_after_a_broken_round():
     )
     ensemble = Ensemble(config, num_workers=2, images=tiny_images(48), model=normed).join()
     for worker in ensemble.workers:
-        worker.runner.strategy.exchanges[0].wait = break_off
+        worker.runner.strategy.exchanges[0].wait = fail_round
     with pytest.raises(ExchangeError):
         ensemble.run(1)
     before = [worker.replica.flat.buffers.clone() for worker in ensemble.workers]
@@ -97,12 +97,12 @@ def partners_after_a_broken_round():
     return ensemble, before
 
 
-def break_off():
+def fail_round():
     raise ExchangeError(0, 1, "reset")
 
 
 def test_partners_with_different_statistics_train_no_sample_again():
-    """24 of 48 samples are trained when the round fails, and remain so."""
+    """24 of 48 samples are trained when the round fails; they are not trained again."""
     ensemble, _ = partners_after_a_broken_round()
     seen = []
     for worker in ensemble.workers:

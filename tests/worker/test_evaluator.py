@@ -11,8 +11,8 @@ from raydl.errors import ConfigError
 from raydl.worker.evaluator import Evaluator
 
 
-class Noted(Batches):
-    """Notes the rows of each batch."""
+class RecordingBatches(Batches):
+    """Batches that record the rows of each batch."""
 
     def __init__(self, batches):
         super().__init__(batches.samples, batches.prepare)
@@ -28,16 +28,16 @@ def scored(num_samples, *, times=1):
     config = TrainConfig(evaluation=EvaluationConfig(num_samples=num_samples, batch_size=4))
     ensemble = Ensemble(config, num_workers=1)
     found = []
-    test = Noted(ensemble.batches)
+    test = RecordingBatches(ensemble.batches)
     evaluator = Evaluator(ensemble.job, test)
     for _ in range(times):
         test.rows.clear()
         evaluator.evaluate(ensemble.first)
-        found.append(test.rows[:-1])  # the last batch are the examples
+        found.append(test.rows[:-1])  # the last batch contains the examples
     return found, test.num_samples
 
 
-def test_as_many_samples_are_scored_as_are_wanted_and_the_same_ones_each_time():
+def test_each_evaluation_scores_the_requested_number_of_samples_and_always_the_same_ones():
     (first, second), num_samples = scored(7, times=2)
     assert first == second
     assert [len(batch) for batch in first] == [4, 3]

@@ -1,4 +1,4 @@
-"""The examples: the same pictures each time, with wrong predictions marked."""
+"""The sheet of examples: the same pictures each time, with wrong predictions marked."""
 
 import dataclasses
 

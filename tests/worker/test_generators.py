@@ -1,4 +1,4 @@
-"""A task's random numbers start from the seed, and checkpoints keep the generators."""
+"""Random numbers of a task start from the seed, and checkpoints keep the generators."""
 
 import random
 
@@ -51,7 +51,7 @@ def test_a_worker_draws_the_same_numbers_again_and_another_worker_draws_others()
 
 def test_generators_continue_from_their_state():
     seed_generators(7, "w1")
-    draws()  # leaves NumPy with a cached normal number
+    draws()  # NumPy now has a cached normal number
     state = generators_state(CPU)
     first = draws()
     load_generators(state, CPU)
@@ -66,7 +66,7 @@ def test_a_state_with_torchs_generator_only_is_loaded_too():
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand, random.random])
-def test_a_model_is_built_alike_in_every_process(draw):
+def test_every_process_builds_the_same_model(draw):
     def factory(shape, num_classes):
         model = torch.nn.Linear(1, 1)
         model.drawn = float(draw())
@@ -77,7 +77,7 @@ def test_a_model_is_built_alike_in_every_process(draw):
     assert one.drawn == two.drawn != other.drawn
 
 
-def test_the_seed_of_torch_is_the_runs_own():
+def test_the_seed_of_torch_is_that_of_the_run():
     seed_everything(5)
     drawn = torch.rand(1)
     torch.manual_seed(5)
@@ -100,7 +100,7 @@ def test_a_run_and_its_score_do_not_change_the_callers_generators(tmp_path):
         assert draws() == expected
 
 
-def test_the_seed_of_a_gpu_that_has_not_started_is_the_callers(monkeypatch):
+def test_the_seed_of_a_gpu_that_has_not_started_stays_that_of_the_caller(monkeypatch):
     """Before CUDA starts torch remembers the newest seed for it."""
     seeds = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

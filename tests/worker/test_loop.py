@@ -53,7 +53,7 @@ def weights_after(config, num_workers=2, model=WithBuffer):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_seed_gives_the_same_bits_and_another_seed_others(method):
+def test_equal_seeds_give_equal_bits_and_different_seeds_do_not(method):
     first = weights_after(settings(method, epochs=2, seed=5))
     assert np.array_equal(first, weights_after(settings(method, epochs=2, seed=5)))
     assert not np.array_equal(first, weights_after(settings(method, epochs=2, seed=6)))
@@ -86,15 +86,15 @@ def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(method, num_work
         assert second.newest.progress.round == num_rounds
 
 
-def test_every_sample_of_an_epoch_is_seen_once_by_some_worker():
+def test_every_sample_of_an_epoch_is_read_once_by_one_worker():
     seen = []
 
-    class Watched(ImageSet):
+    class RecordingImages(ImageSet):
         def fetch(self, rows):
             seen.extend(rows.tolist())
             return super().fetch(rows)
 
-    images = Watched(**vars(tiny_images(25)))
+    images = RecordingImages(**vars(tiny_images(25)))
     Ensemble(settings("sync-easgd", epochs=1), num_workers=3, images=images).join().run()
     assert sorted(seen) == list(range(25))
 
@@ -131,7 +131,7 @@ def test_a_limit_of_steps_ends_the_run():
     ensemble = Ensemble(settings("sync-easgd", steps=5), num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert [w.local_step for w in ensemble.workers] == [5, 5]
-    assert ensemble.newest.progress.round == 3  # two rounds of two steps, one of one
+    assert ensemble.newest.progress.round == 3  # two rounds of two steps and one of one step
 
 
 def test_records_add_up_to_the_samples_of_the_run():

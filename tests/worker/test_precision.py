@@ -28,7 +28,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(rule, num_parts):
         torch.testing.assert_close(one, other)
 
 
-def test_fewer_samples_than_parts_still_make_a_step():
+def test_a_batch_with_fewer_samples_than_parts_still_makes_a_step():
     training = TrainingConfig(batch_size=8, microbatches=8)
     replica, _ = replica_of(OptimizerConfig(lr=0.1), training=training)
     before = replica.flat.weights.clone()
@@ -39,7 +39,7 @@ def test_fewer_samples_than_parts_still_make_a_step():
 @pytest.mark.parametrize(
     ("num_samples", "sizes"), [(64, [16] * 4), (5, [5]), (17, [9, 8]), (33, [11] * 3), (1, [1])]
 )
-def test_the_tail_of_an_epoch_makes_fewer_parts_not_smaller_ones(num_samples, sizes):
+def test_the_last_batch_of_an_epoch_has_fewer_parts_not_smaller_ones(num_samples, sizes):
     seen = []
 
     class Seen(nn.Module):

@@ -1,4 +1,4 @@
-"""A user's own loop takes the same steps as a worker's loop; the rest is up to the user."""
+"""A user's loop trains the same bits as the worker's loop; the user controls the rest."""
 
 import io
 import re
@@ -16,11 +16,11 @@ from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.tasks import Classification
 
 LR, MOMENTUM = 0.05, 0.9
-IMAGES = tiny_images(144)  # whole rounds of every period below
+IMAGES = tiny_images(144)  # a multiple of a round for every period below
 
 
 def net(image_shape=(1, 4, 4), num_classes=3):
-    """A small network with batch norm: its statistics are exchanged, too."""
+    """Return a small network with batch norm, whose statistics are exchanged too."""
     return torch.nn.Sequential(
         torch.nn.Flatten(),
         torch.nn.Linear(16, 8),
@@ -46,8 +46,8 @@ class Recorded(Classification):
         return super().loss(model, batch)
 
 
-def in_a_run(method, num_rounds, **exchange):
-    """Train in the workers' own loop; return the ensemble, and each worker's batches."""
+def train_in_run(method, num_rounds, **exchange):
+    """Train in the worker's loop; return the ensemble, and the batches of each worker."""
     config = TrainConfig(
         method=method,
         training=TrainingConfig(epochs=1000, batch_size=4),
@@ -98,7 +98,7 @@ def loop_of(threads, rank, batches, *, set_to_none=True, num_steps=None):
 )
 def test_a_users_loop_trains_the_same_bits_as_a_run(name, period, exchange, set_to_none):
     method = MethodConfig(name=name, period=period)
-    ensemble, batches = in_a_run(method, 6, **exchange)
+    ensemble, batches = train_in_run(method, 6, **exchange)
     threads = Threads(user_loop_config(method, 3, **exchange))
     loops = [loop_of(threads, r, batches[r], set_to_none=set_to_none) for r in range(3)]
     for worker, (_, own) in zip(ensemble.workers, run_all(loops), strict=True):
@@ -184,13 +184,13 @@ def test_a_loop_resumed_from_its_state_trains_the_same_bits(method, exchange):
 
 
 def roundtrip(state):
-    """Return a state as read from a file, with ``weights_only``."""
+    """Write a state and return it as read with ``weights_only``."""
     file = io.BytesIO()
     torch.save(state, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-def test_a_state_from_before_it_had_untrained_tensors_and_error_feedback_is_loaded():
+def test_an_old_state_without_untrained_tensors_and_error_feedback_can_be_loaded():
     model, optimizer, elastic = alone()
     with elastic:
         take_steps(model, optimizer, elastic, 4)
@@ -256,8 +256,8 @@ def test_a_state_must_be_loaded_before_the_worker_joins():
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_state_that_was_just_read_may_be_loaded_at_any_time(num_steps):
-    """``accelerator.prepare`` does so."""
+def test_the_current_state_may_be_loaded_at_any_time(num_steps):
+    """``accelerator.prepare`` loads the current state."""
     model, optimizer, elastic = alone()
     with elastic:
         take_steps(model, optimizer, elastic, num_steps)
@@ -269,7 +269,7 @@ def test_a_state_that_was_just_read_may_be_loaded_at_any_time(num_steps):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_a_worker_that_joined_late_may_load_the_state_that_it_has_just_read(method):
+def test_a_worker_that_joined_late_may_load_its_current_state(method):
     threads = Threads(user_loop_config(MethodConfig(name=method, period=2), (1, 2)))
     is_first_trained, is_second_done = threading.Event(), threading.Event()
 
@@ -309,7 +309,7 @@ def test_an_attached_model_is_attached_again_only_after_a_detach():
     with elastic, pytest.raises(ConfigError, match="already attached to 'run', and would wait for"):
         threads.attach(model, optimizer)
     again = threads.attach(model, optimizer)
-    del again  # a loop that did not detach
+    del again  # the loop ended without a detach
     with threads.attach(model, optimizer) as elastic:
         take_steps(model, optimizer, elastic, 3)
 
@@ -324,10 +324,10 @@ def test_a_model_that_was_converted_raises():
 
 @pytest.mark.parametrize("has_closure", [False, True])
 def test_a_layer_that_is_unfrozen_later_is_reported_before_it_is_trained(has_closure):
-    """Exchanges have the parameters that were trainable when the model was attached."""
+    """Exchanges contain only the parameters that were trainable when the model was attached."""
     model = net()
     model[1].requires_grad_(False)
-    optimizer = sgd(model)  # has the frozen layer, too
+    optimizer = sgd(model)  # includes the frozen layer
     threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 1))
     with threads.attach(model, optimizer) as elastic:
         take_steps(model, optimizer, elastic, 3)
@@ -357,7 +357,7 @@ def test_a_parameter_without_a_gradient_does_not_change():
         model[0](torch.ones(1, 2)).sum().backward()
         elastic.step()
         assert torch.equal(model[1].weight, before)
-        assert model[0].weight.grad is not None  # until the loop zeroes it
+        assert model[0].weight.grad is not None  # the gradient stays until the loop zeroes it
 
 
 # in place of the optimizer
@@ -371,10 +371,10 @@ def gradient(model, step, *, scale=lambda loss: loss):
 
 
 def trained(loop, **settings):
-    """Return a model after a loop over (model, optimizer) alone, and after one over the handle."""
+    """Return the model after a loop with the plain optimizer, and after one with the handle."""
     models = []
     for is_attached in (False, True):
-        model, optimizer, elastic = alone("sync-easgd", 20)  # no exchange in so few steps
+        model, optimizer, elastic = alone("sync-easgd", 20)  # no exchange within these few steps
         with elastic:
             loop(model, elastic if is_attached else optimizer, **settings)
         models.append(copy_state(model))
@@ -420,7 +420,7 @@ def with_hooks(model, optimizer):
     assert calls == ["before", "after"] * 3
 
 
-@pytest.mark.filterwarnings("error")  # a scheduler warns if it saw no step
+@pytest.mark.filterwarnings("error")  # a scheduler warns if no step preceded it
 @pytest.mark.parametrize(
     "loop", [with_a_scheduler, with_accumulation_and_clipping, with_closures, with_hooks]
 )
@@ -429,7 +429,7 @@ def test_an_unchanged_loop_takes_the_steps_of_its_optimizer(loop):
     assert equal_states(plain, attached)
 
 
-def test_a_scheduler_and_a_state_of_the_plain_optimizer_belong_to_the_same_groups():
+def test_a_scheduler_and_a_state_of_the_plain_optimizer_share_its_groups():
     model, optimizer, elastic = alone()
     torch.optim.lr_scheduler.StepLR(elastic, 1, gamma=0.5)
     assert optimizer.param_groups[0]["initial_lr"] == LR
@@ -444,8 +444,8 @@ def test_a_scheduler_and_a_state_of_the_plain_optimizer_belong_to_the_same_group
         assert elastic.defaults is optimizer.defaults
 
 
-def test_a_step_that_a_gradient_scaler_skips_is_no_step_of_the_exchange():
-    """The others wait for the next one, and nothing that is not finite reaches the center."""
+def test_a_step_that_a_gradient_scaler_skips_does_not_count_for_the_exchange():
+    """The others wait for the next step, and no non-finite value reaches the center."""
     model, _, elastic = alone(period=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
     with elastic:
@@ -463,7 +463,7 @@ def test_a_step_that_a_gradient_scaler_skips_is_no_step_of_the_exchange():
         assert all(torch.isfinite(value).all() for value in weights)
 
 
-def test_a_group_can_not_be_added_later():
+def test_a_group_cannot_be_added_later():
     _, _, elastic = alone()
     with pytest.raises(AttachError, match=r"cannot be added after raydl\.attach; add it to the"):
         elastic.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
@@ -487,7 +487,7 @@ class Descends(Rule):
         center.sub_(total, alpha=0.1 / tally.num_samples)
 
 
-def held_by_nobody():
+def optimizer_of_no_model():
     return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
 
 
@@ -515,14 +515,14 @@ def held_by_nobody():
         ),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
         (
-            {"make_optimizer": held_by_nobody},
+            {"make_optimizer": optimizer_of_no_model},
             "lacks 6 of the model's 6 parameters, for example 1.weight",
         ),
-        ({"more": held_by_nobody}, "has 2 parameters that are not the model's"),
+        ({"more": optimizer_of_no_model}, "has 2 parameters that are not the model's"),
         ({"kind": torch.optim.LBFGS}, "cannot be LBFGS"),
     ],
 )
-def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, sentence):
+def test_an_error_is_reported_in_one_sentence_before_anything_starts(change, sentence):
     model = change.get("model", net())
     optimizer = change.get("optimizer")
     if "make_optimizer" in change:
@@ -544,13 +544,13 @@ def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, se
     assert not before or equal_states(before, copy_state(model))
 
 
-def test_outside_a_ray_actor_attach_says_that_it_needs_one():
+def test_attach_outside_a_ray_actor_says_that_it_needs_one():
     model = net()
     with pytest.raises(ConfigError, match="must be called inside a Ray actor"):
         raydl.attach(model, sgd(model), name="run", num_workers=2)
 
 
-def test_a_worker_with_different_settings_is_told_which():
+def test_the_error_for_a_worker_with_different_settings_names_them():
     threads = Threads(user_loop_config(MethodConfig(name="sync-easgd", period=2), 1))
     model = net()
     with threads.attach(model, sgd(model)):
