@@ -26,7 +26,7 @@ ALGORITHMS = ("library", "ring", "recursive-doubling")
 
 
 @ray.remote(num_cpus=0, max_concurrency=4)
-class Member:
+class RankActor:
     """One rank in its own process; its calls return (problem, time of the return)."""
 
     def __init__(self):
@@ -95,7 +95,7 @@ class MemberPool:
 
     def start_members(self, num_workers):
         """Return started members, so that times do not include starting them."""
-        self.members += [Member.remote() for _ in range(num_workers - len(self.members))]
+        self.members += [RankActor.remote() for _ in range(num_workers - len(self.members))]
         members = self.members[:num_workers]
         get([m.pid.remote() for m in members], timeout_s=120)
         return members

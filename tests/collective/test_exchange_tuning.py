@@ -136,7 +136,7 @@ def test_a_codec_that_saves_nothing_among_more_workers_is_replaced_by_the_users(
 # measurements
 
 
-class Clock:
+class RoundClock:
     def __init__(self):
         self.now = 0.0
         self.parts = TimeParts()
@@ -161,7 +161,7 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
     steps, waits = (0.02, 0.01), (0.3, 0.5)
 
     def run(rank):
-        clock, now = Clock(), PLAIN
+        clock, now = RoundClock(), PLAIN
         profiler = clock.profiler(group.member(rank), rank)
         chosen = []
         for number in range(20):
@@ -181,7 +181,7 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
 
 
 def test_the_median_ignores_other_traffic_at_the_start():
-    clock, now, chosen = Clock(), PLAIN, []
+    clock, now, chosen = RoundClock(), PLAIN, []
     profiler = clock.profiler(LocalGroup(1, timeout_s=1.0).member(0))
     start, later = [9, 9, 5, 5, 0.3, 0.15], [0.3, 0.3, 0.3, 0.3, 0, 0.3]
     for number, waited_s in enumerate([*start, *later, *[0] * 6]):
@@ -196,7 +196,7 @@ def test_the_median_ignores_other_traffic_at_the_start():
 
 
 def test_shortened_rounds_are_not_measured():
-    clock = Clock()
+    clock = RoundClock()
     profiler = clock.profiler(LocalGroup(1, timeout_s=1.0).member(0))
     for number in range(20):
         assert profiler.next(PLAIN, num_steps=3, round=number) is None

@@ -11,7 +11,7 @@ from raydl.errors import ExchangeError, ExchangeTimeoutError
 MEMBERS = ("a", "b", "c")
 
 
-class Keys:
+class FakeKeyStore:
     """The key store of a generation; with ``is_lost`` it does not answer."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ def short_waits(monkeypatch):
 
 @pytest.fixture
 def keys():
-    return Keys()
+    return FakeKeyStore()
 
 
 def diagnosis_of(keys, rank, *, lost=()):

@@ -28,7 +28,7 @@ HOSTS = ("127.0.1.1", "127.0.1.2")
 """Two hosts, as the members see it; both are loopback addresses of this machine."""
 
 
-class Keys(dist.Store):
+class MemoryStore(dist.Store):
     """The keys of a generation, as a member sees them."""
 
     def __init__(self, *, timeout_s=SOON_S):
@@ -65,7 +65,7 @@ class Members:
     """The members of a group, each in its own thread."""
 
     def __init__(self, pool, num_workers, *, timeout_s=SOON_S):
-        self.pool, self.store = pool, Keys(timeout_s=timeout_s)
+        self.pool, self.store = pool, MemoryStore(timeout_s=timeout_s)
         self.groups = [
             TorchGroup(rank, num_workers, device="cpu", timeout_s=timeout_s)
             for rank in range(num_workers)
@@ -208,7 +208,7 @@ def test_a_ring_whose_first_sum_fails_reports_the_cause(monkeypatch, torch_group
     """Another thread may leave, or a member disconnect, at any moment."""
     monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
     monkeypatch.setattr(process_group, "make_gloo", lambda *a, **k: torch_group)
-    group, store = TorchGroup(0, 2, device="cpu", timeout_s=SOON_S), Keys()
+    group, store = TorchGroup(0, 2, device="cpu", timeout_s=SOON_S), MemoryStore()
     store.set("0/1", b"address")
     with pytest.raises(RuntimeError, match=f"^{message}$"):
         group.connect(store, host=HOST)
@@ -217,7 +217,7 @@ def test_a_ring_whose_first_sum_fails_reports_the_cause(monkeypatch, torch_group
 def test_members_prove_that_they_know_the_secret_before_anything_else(members):
     found = members(2)
 
-    class Other(Keys):
+    class Other(MemoryStore):
         def get(self, key):
             return b"?" * 32 if key == SECRET else found.store.get(key)
 
@@ -363,7 +363,7 @@ class FakeTunnel:
 
 
 def test_an_address_of_gloo_in_an_unknown_format_is_refused_when_it_is_written():
-    store = TunnelStore(Keys(), FakeTunnel(), 0, {})
+    store = TunnelStore(MemoryStore(), FakeTunnel(), 0, {})
     with pytest.raises(RuntimeError, match="TLS cannot be used with it"):
         store.set("0/0", b"")
     assert not store.check(["0/0"])
@@ -395,7 +395,7 @@ def test_an_operation_is_done_when_it_succeeds_or_fails():
     assert is_done(FakeWork(num_polls=1, error="goes on"), moment) is False
 
 
-class Clock:
+class FakeTime:
     """A clock that advances only in ``sleep``."""
 
     def __init__(self):
@@ -416,7 +416,7 @@ class Clock:
 def test_an_operation_on_a_device_is_polled_often_and_within_its_bound(
     monkeypatch, num_polls, within_s, is_so
 ):
-    monkeypatch.setattr(process_group, "time", clock := Clock())
+    monkeypatch.setattr(process_group, "time", clock := FakeTime())
     work = FakeWork(num_polls=num_polls)
     assert is_done_on_device(work, timedelta(seconds=within_s)) is is_so
     assert len(clock.pauses) == (num_polls if is_so else num_polls - work.num_polls - 1)
@@ -498,7 +498,7 @@ def on_device(monkeypatch):
 
 @pytest.mark.parametrize("tls", [None, "files"])
 def test_a_group_on_a_device_uses_nccl_with_the_time_out_and_waits_that_raise(on_device, tls):
-    store = Keys()
+    store = MemoryStore()
     on_device.connect(store, host=HOST, tls=tls)
     made = on_device.process_group
     assert made.made == (store, 1, 40)
@@ -510,12 +510,12 @@ def test_a_group_on_a_device_uses_nccl_with_the_time_out_and_waits_that_raise(on
 
 def test_the_environment_can_set_how_nccl_waits(on_device, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
-    on_device.connect(Keys(), host=HOST)
+    on_device.connect(MemoryStore(), host=HOST)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
 
 
 def test_a_group_on_a_device_is_aborted_where_it_is_cut_and_not_where_it_is_left(on_device):
-    on_device.connect(Keys(), host=HOST)
+    on_device.connect(MemoryStore(), host=HOST)
     made = on_device.process_group
     on_device.cut()
     assert made.aborted == 1

@@ -453,7 +453,7 @@ def test_tensors_on_a_device_stay_on_it(ranks):
 # the state after a failure
 
 
-class FailingGroup:
+class OverwritingGroup:
     """A process group whose operations overwrite all memory that they may write, and fail."""
 
     def allreduce(self, tensors, options):
@@ -500,7 +500,7 @@ FAILING = {
 def test_an_operation_that_fails_in_the_middle_changes_no_tensor(ranks, make_tensor, act):
     members = ranks(2)
     group = members.groups[0]
-    kept, group.torch.process_group = group.torch.process_group, FailingGroup()
+    kept, group.torch.process_group = group.torch.process_group, OverwritingGroup()
     tensors = [make_tensor([1.0, 2.0]) for _ in range(3)]
     members.lost = [1]
     error = error_of(members.begin(0, FAILING[act], tensors, members.name(0)))

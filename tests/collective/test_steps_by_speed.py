@@ -83,7 +83,7 @@ def test_a_round_fails_if_a_worker_misses_the_comparison_of_speeds():
     assert speeds.steps == (10, 10)
 
 
-def config(method, **exchange):
+def speed_config(method, **exchange):
     return TrainConfig(
         method=MethodConfig(name=method, period=6, steps_by_speed=True),
         training=TrainingConfig(epochs=EPOCHS, batch_size=2),
@@ -126,7 +126,7 @@ def trained(monkeypatch):
 def test_a_slow_worker_takes_fewer_steps_every_sample_counts_once_and_centers_agree(
     trained, method, exchange
 ):
-    run = Ensemble(config(method, **exchange), num_workers=3, images=tiny_images(NUM_SAMPLES))
+    run = Ensemble(speed_config(method, **exchange), num_workers=3, images=tiny_images(NUM_SAMPLES))
     assert run.join().run() == [Outcome.FINISHED] * 3
     steps = [worker.local_step for worker in run.workers]
     assert steps[1] < 0.5 * steps[0]
@@ -149,7 +149,7 @@ def test_the_speeds_are_measured_without_the_waits(monkeypatch):
         return take(self, epoch, positions, plan)
 
     monkeypatch.setattr(Worker, "_step", step)
-    run = Ensemble(config("sync-easgd"), num_workers=2, images=tiny_images(NUM_SAMPLES))
+    run = Ensemble(speed_config("sync-easgd"), num_workers=2, images=tiny_images(NUM_SAMPLES))
     assert run.join().run(rounds=8) == [Outcome.GO_ON] * 2
     fast, slow = (worker.local_step for worker in run.workers)
     assert fast == 8 * 6

@@ -21,7 +21,7 @@ from raydl.errors import ConfigError, ShapeError
 from raydl.tasks import Classification
 
 
-class Halfway(Rule):
+class ValidRule(Rule):
     """A valid rule."""
 
     period = 4
@@ -33,7 +33,7 @@ class Halfway(Rule):
         center.lerp_(total.div_(tally.num_messages), 0.5)
 
 
-class KeepsMomentum(Halfway):
+class KeepsMomentum(ValidRule):
     """c <- c + v, with v in the rule itself."""
 
     def __init__(self):
@@ -45,7 +45,7 @@ class KeepsMomentum(Halfway):
         center.add_(self.velocity, alpha=0.1)
 
 
-class Counts(Halfway):
+class Counts(ValidRule):
     calls = []  # noqa: RUF012
 
     def update_center_(self, center, total, tally, optimizer):
@@ -53,7 +53,7 @@ class Counts(Halfway):
         super().update_center_(center, total, tally, optimizer)
 
 
-class CountsInPlace(Halfway):
+class CountsInPlace(ValidRule):
     def __init__(self):
         self.seen = torch.zeros(3)
 
@@ -62,7 +62,7 @@ class CountsInPlace(Halfway):
         return super().pull(replica, center, tally, out=out)
 
 
-class Nested(Halfway):
+class Nested(ValidRule):
     def __init__(self):
         self.memory = {"rounds": [0]}
 
@@ -71,11 +71,11 @@ class Nested(Halfway):
         super().update_center_(center, total, tally, optimizer)
 
 
-class Misspelt(Halfway):
+class Misspelt(ValidRule):
     strategy = "asynchronous"
 
 
-class MisspeltName(Halfway):
+class MisspeltName(ValidRule):
     stategy = "async"
 
 
@@ -91,51 +91,51 @@ class British(Rule):
         center.sub_(total)
 
 
-class PullsWithoutOut(Halfway):
+class PullsWithoutOut(ValidRule):
     def pull(self, replica, center, tally):
         return (replica - center) * 0.5
 
 
-class ForgetsToReturn(Halfway):
+class ForgetsToReturn(ValidRule):
     def pull(self, replica, center, tally, *, out):
         torch.sub(replica, center, out=out).mul_(0.5)
 
 
-class PullsItself(Halfway):
+class PullsItself(ValidRule):
     def pull(self, replica, center, tally, *, out):
         return replica.sub_(center).mul_(0.5)
 
 
-class Rebinds(Halfway):
+class Rebinds(ValidRule):
     """Makes a new center tensor that no process uses."""
 
     def update_center_(self, center, total, tally, optimizer):
         center = center + 0.5 * (total / tally.num_messages - center)
 
 
-class RebindsData(Halfway):
+class RebindsData(ValidRule):
     def update_center_(self, center, total, tally, optimizer):
         center.data = center + 0.5 * (total / tally.num_messages - center)
 
 
-class WantsARate(Halfway):
+class WantsARate(ValidRule):
     def __init__(self, rate):
         self.rate = rate
 
 
-class NoPeriod(Halfway):
+class NoPeriod(ValidRule):
     period = 0
 
 
-class SendsText(Halfway):
+class SendsText(ValidRule):
     sends = "weights"
 
 
-class NeverSteps(Halfway):
+class NeverSteps(ValidRule):
     steps_replica = False
 
 
-class NeverProgresses(Halfway):
+class NeverProgresses(ValidRule):
     sends, steps_replica = Sends.PROGRESS, False
 
 
@@ -218,7 +218,7 @@ def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Halfway, "method is the class Halfway; pass an instance of it"),
+        (ValidRule, "method is the class ValidRule; pass an instance of it"),
         (3, "method must be a name, a MethodConfig or a Rule, got a int"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_method_argument_of_another_type_is_refused(method, sentence):
         raydl.Trainer("mlp", "digits", method=method)
 
 
-class WithMomentum(Halfway):
+class WithMomentum(ValidRule):
     """The rule KeepsMomentum with the momentum in the optimizer at the center."""
 
     sends = Sends.PROGRESS
@@ -253,7 +253,7 @@ class Waits(Outer):
             super().update_center_(center, total, tally, optimizer)
 
 
-class Holds(Halfway):
+class Holds(ValidRule):
     """Attributes of any type that never change."""
 
     def __init__(self):
@@ -279,7 +279,7 @@ class NotCompared(NeverEqual):
     __hash__ = None
 
 
-class HoldsMore(Halfway):
+class HoldsMore(ValidRule):
     """Values that are hard to compare, and names similar to those of settings."""
 
     periods = (2, 4)
@@ -308,7 +308,7 @@ class Descends(Rule):
         center.sub_(total, alpha=0.1 / tally.num_samples)
 
 
-class Masked(Halfway):
+class Masked(ValidRule):
     """Holds one number per parameter of a model."""
 
     def __init__(self, num_parameters):
@@ -318,7 +318,7 @@ class Masked(Halfway):
         return torch.sub(replica, center, out=out).mul_(self.mask)
 
 
-class Slow(Halfway):
+class SlowRule(ValidRule):
     """Moves the center by very little."""
 
     def update_center_(self, center, total, tally, optimizer):
@@ -328,13 +328,13 @@ class Slow(Halfway):
 @pytest.mark.parametrize(
     "rule",
     [
-        Halfway(),
+        ValidRule(),
         WithMomentum(),
         Waits(),
         Holds(),
         HoldsMore(),
         Masked(12),
-        Slow(),
+        SlowRule(),
         Descends(),
         MeanGradient(),
     ],
@@ -353,7 +353,7 @@ def test_a_named_method_with_a_very_small_beta_is_accepted():
         assert elastic.rank == 0
 
 
-class CountsInBfloat16(Halfway):
+class CountsInBfloat16(ValidRule):
     def __init__(self):
         self.seen = torch.zeros(3, dtype=torch.bfloat16)
 
@@ -362,7 +362,7 @@ class CountsInBfloat16(Halfway):
         super().update_center_(center, total, tally, optimizer)
 
 
-class CountsBesideIncomparableValues(Halfway):
+class CountsBesideIncomparableValues(ValidRule):
     def __init__(self):
         self.held = {"what": NotCompared(), "seen": [0]}
 
@@ -388,12 +388,12 @@ def test_the_trial_draws_no_random_numbers():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    try_rule(Halfway(), 12)
+    try_rule(ValidRule(), 12)
     assert torch.equal(torch.rand(1), expected)
 
 
 def test_an_exception_of_a_rule_propagates_unchanged():
-    class Raises(Halfway):
+    class Raises(ValidRule):
         def update_center_(self, center, total, tally, optimizer):
             raise ZeroDivisionError("mine")
 

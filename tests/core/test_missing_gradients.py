@@ -53,10 +53,10 @@ def pair(config, *, own=None, **more):
     torch.manual_seed(3)
     model = Experts(SHAPE.input_shape, SHAPE.num_classes, **more)
     reference = copy.deepcopy(model)
-    return replica_of(model, config, own), reference
+    return experts_replica(model, config, own), reference
 
 
-def replica_of(model, config, own=None):
+def experts_replica(model, config, own=None):
     return Replica(
         FlatModel(model),
         Classification(Experts),
@@ -163,7 +163,7 @@ def test_a_replica_resumes_from_a_state_of_either_form(num_before):
         whole.step(batch)
     again = copy.deepcopy(reference)
     again.calls = num_before
-    cut = replica_of(again, config)
+    cut = experts_replica(again, config)
     cut.load_state_dict(whole.state_dict())
     for batch in data[num_before:]:
         whole.step(batch)
@@ -191,7 +191,7 @@ def test_gradients_that_the_models_own_code_set_to_none_are_used():
     assert torch.equal(plain.flat.weights, other.flat.weights)
 
 
-def settings(method, *, workers=2, group_size=1, **optimizer):
+def experts_config(method, *, workers=2, group_size=1, **optimizer):
     return TrainConfig(
         method=MethodConfig(name=method, period=2, group_size=group_size),
         training=TrainingConfig(epochs=2, batch_size=3),
@@ -216,7 +216,7 @@ class ByRank(Classification):
 
 
 def test_workers_that_share_a_replica_update_the_parameters_that_either_has_used():
-    config = settings("sync-easgd", name="adamw", weight_decay=0.5, group_size=2)
+    config = experts_config("sync-easgd", name="adamw", weight_decay=0.5, group_size=2)
     ensemble = Ensemble(config, num_workers=2, task=ByRank()).join()
     ensemble.run(2)
     one, other = (worker.replica for worker in ensemble.workers)
@@ -225,12 +225,14 @@ def test_workers_that_share_a_replica_update_the_parameters_that_either_has_used
 
 
 def test_plain_sgd_at_the_center_accepts_a_model_with_experts():
-    ensemble = Ensemble(settings("sync-sgd"), num_workers=2, model=Experts).join()
+    ensemble = Ensemble(experts_config("sync-sgd"), num_workers=2, model=Experts).join()
     ensemble.run()
 
 
 def test_an_optimizer_at_the_center_refuses_a_missing_gradient_at_the_step():
-    ensemble = Ensemble(settings("sync-msgd", momentum=0.9), num_workers=1, model=OneExpert).join()
+    ensemble = Ensemble(
+        experts_config("sync-msgd", momentum=0.9), num_workers=1, model=OneExpert
+    ).join()
     with pytest.raises(StepError) as error:
         ensemble.run()
     assert str(error.value) == (

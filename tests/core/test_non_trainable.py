@@ -106,7 +106,7 @@ class TrainedPart(nn.Module):
         self.head = nn.Linear(32, num_classes)
 
 
-def scored(path, data):
+def accuracy_of_center(path, data):
     """Return the accuracy of a run's center in plain torch."""
     model = Classification(Saved).build_model(data.train.shape)
     model.load_state_dict(load_file(f"{path}/center.safetensors"))
@@ -153,14 +153,18 @@ def train(tmp_path, method, num_workers, **more):
 def test_the_saved_center_equals_the_center_that_was_scored(tmp_path, method):
     result = train(tmp_path, method, 0)
     assert result.metrics["center_accuracy"] > 0.8
-    assert scored(result.path, load("digits")) == pytest.approx(result.metrics["center_accuracy"])
+    assert accuracy_of_center(result.path, load("digits")) == pytest.approx(
+        result.metrics["center_accuracy"]
+    )
 
 
 @pytest.mark.cluster
 def test_processes_share_a_random_frozen_layer(cluster, tmp_path):
     result = train(tmp_path, "async-easgd", 2)
     assert result.metrics["center_accuracy"] > 0.8
-    assert scored(result.path, load("digits")) == pytest.approx(result.metrics["center_accuracy"])
+    assert accuracy_of_center(result.path, load("digits")) == pytest.approx(
+        result.metrics["center_accuracy"]
+    )
     before = load_file(f"{result.path}/center.safetensors")
 
     train(tmp_path, "async-easgd", 2, epochs=12, run={"resume": True})

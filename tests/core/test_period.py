@@ -94,7 +94,7 @@ def test_the_learning_rate_follows_its_schedule_within_a_long_round():
 # warnings
 
 
-def settings(*, workers=2, **training):
+def period_config(*, workers=2, **training):
     return TrainConfig(
         training=TrainingConfig(batch_size=64, **training),
         scaling=ScalingConfig(num_workers=workers),
@@ -134,7 +134,7 @@ def settings(*, workers=2, **training):
     ],
 )
 def test_a_period_longer_than_an_epoch_or_the_run_is_reported(period, training, notes):
-    config = settings(**training)
+    config = period_config(**training)
     assert notes_on_period(config, period=period, num_samples=1438) == notes
 
 
@@ -152,6 +152,6 @@ def test_a_run_logs_the_warning_and_its_result_has_the_mean_period(tmp_path, cap
     # An epoch of 1,438 samples has 23 local steps: 9 epochs are two full rounds and one of 7 steps.
     assert result["rounds"] == 3
     assert result["period"] == pytest.approx(9 * 23 / 3)
-    (row,) = make_rows([Run("diloco", "sync", 0, settings(), result)], 0.9)
+    (row,) = make_rows([Run("diloco", "sync", 0, period_config(), result)], 0.9)
     heading, form = COLUMNS["period"]
     assert (heading, form.format(row.figures["period"].median)) == ("local steps each", "69.0")

@@ -21,7 +21,7 @@ from raydl.metrics import TimeParts
 from raydl.tasks import Classification
 
 
-def batches(images):
+def image_batches(images):
     return Batches(images, Normalizer.of(images))
 
 
@@ -47,7 +47,7 @@ def test_ten_steps_without_exchange_equal_torch_optim_bit_for_bit(momentum):
     optimizer = torch.optim.SGD(
         reference.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01
     )
-    data = batches(tiny_images(40))
+    data = image_batches(tiny_images(40))
     for step in range(10):
         batch = data.batch(np.arange(4 * step, 4 * step + 4))
         replica.step(batch)
@@ -62,7 +62,7 @@ def test_a_gradient_is_clipped_to_the_limit():
     config = OptimizerConfig(lr=1.0, momentum=0.0, clip_grad_norm=0.001)
     replica, _ = make_replica(Elastic(0.9), config)
     before = replica.flat.weights.clone()
-    replica.step(batches(tiny_images()).batch(np.arange(8)))
+    replica.step(image_batches(tiny_images()).batch(np.arange(8)))
     assert torch.dist(before, replica.flat.weights).item() == pytest.approx(0.001, rel=1e-2)
 
 
@@ -72,7 +72,7 @@ def test_a_replica_that_starts_over_has_a_new_optimizer():
     optimizer = OptimizerConfig(name="adam", lr=0.1, clip_grad_norm=None)
     replica, _ = make_replica(Elastic(0.9), optimizer)
     fresh, _ = make_replica(Elastic(0.9), optimizer)
-    data = batches(tiny_images(40))
+    data = image_batches(tiny_images(40))
     center, buffers = fresh.flat.weights.clone(), fresh.flat.buffers.clone()
     for step in range(5):
         replica.step(data.batch(np.arange(8 * step, 8 * step + 8)))
@@ -98,7 +98,7 @@ def test_steps_along_given_gradients_count_one_sample_each():
 def test_a_step_without_samples_takes_no_gradient_step():
     replica, _ = make_replica(Elastic(0.9), OptimizerConfig(lr=0.1, momentum=0.9))
     before = replica.flat.weights.clone()
-    loss, _ = replica.step(batches(tiny_images()).batch(np.empty(0, np.int64)))
+    loss, _ = replica.step(image_batches(tiny_images()).batch(np.empty(0, np.int64)))
     assert torch.equal(replica.flat.weights, before)
     assert loss == 0
 
@@ -124,7 +124,7 @@ class BrokenExchange:
 @pytest.mark.parametrize("rule", [Elastic(0.9), MeanGradient(), Outer()])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, overlap):
-    batch = batches(tiny_images()).batch(np.arange(4))
+    batch = image_batches(tiny_images()).batch(np.arange(4))
     states = []
     for step_plans in (True, False):
         replica, _ = make_replica(rule, OptimizerConfig(lr=0.1, momentum=0.9))
@@ -142,7 +142,7 @@ def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, o
     assert str(states[0]["optimizer"]) == str(states[1]["optimizer"])
 
 
-def config(method, **training):
+def sgd_config(method, **training):
     return TrainConfig(
         method=MethodConfig(name=method, period=training.pop("period", None)),
         training=TrainingConfig(**training),
@@ -154,7 +154,7 @@ def config(method, **training):
 @pytest.mark.parametrize("method", ["sync-sgd", "sync-msgd"])
 def test_sync_sgd_at_period_1_is_plain_sgd_on_the_joined_batch(ensemble, method, num_workers):
     images = tiny_images(25)  # the last round is uneven
-    settings = config(method, period=1, epochs=2, batch_size=4)
+    settings = sgd_config(method, period=1, epochs=2, batch_size=4)
     workers = ensemble(settings, num_workers=num_workers, images=images)
     reference = linear(SHAPE.input_shape, SHAPE.num_classes)
     reference.load_state_dict(
@@ -164,7 +164,7 @@ def test_sync_sgd_at_period_1_is_plain_sgd_on_the_joined_batch(ensemble, method,
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=momentum)
     workers.join().run()
 
-    data, joined = batches(images), 4 * num_workers
+    data, joined = image_batches(images), 4 * num_workers
     for epoch in range(2):
         order = np.random.default_rng([0, epoch]).permutation(25)
         for start in range(0, 25, joined):
@@ -178,7 +178,7 @@ def test_sync_sgd_at_period_1_is_plain_sgd_on_the_joined_batch(ensemble, method,
 
 
 def test_sync_sgd_replicas_stay_identical_to_the_bit(ensemble):
-    workers = ensemble(config("sync-sgd", steps=7, batch_size=4), num_workers=3).join()
+    workers = ensemble(sgd_config("sync-sgd", steps=7, batch_size=4), num_workers=3).join()
     workers.run()
     first, *others = [w.replica.flat.weights for w in workers.workers]
     assert all(torch.equal(first, other) for other in others)
@@ -186,13 +186,13 @@ def test_sync_sgd_replicas_stay_identical_to_the_bit(ensemble):
 
 def test_one_elastic_round_of_two_workers_is_equations_1_and_2(ensemble):
     """The pull uses the weights and the center of the start of the exchanging step."""
-    settings = config("sync-easgd", period=2, steps=2, batch_size=4)
+    settings = sgd_config("sync-easgd", period=2, steps=2, batch_size=4)
     images = tiny_images(16)
     workers = ensemble(settings, num_workers=2, images=images)
     start = workers.flat.weights.clone()
     workers.join().run()
 
-    data, order = batches(images), np.random.default_rng([0, 0]).permutation(16)
+    data, order = image_batches(images), np.random.default_rng([0, 0]).permutation(16)
     center, expected, at_exchange = start.clone(), [], []
     for rank in range(2):
         rows = order[8 * rank : 8 * rank + 8]

@@ -51,7 +51,7 @@ class Still:
         pass
 
 
-def replica_of(rule, *, lr=1e-30, has_dynamic_weights=False, training=None):
+def small_replica(rule, *, lr=1e-30, has_dynamic_weights=False, training=None):
     torch.manual_seed(3)
     task = Classification(linear)
     return Replica(
@@ -79,7 +79,7 @@ def batch_of(num_samples=8):
 
 @pytest.mark.parametrize("rule", [Elastic(BETA), MeanGradient(), Outer()])
 def test_each_step_counts_once(rule):
-    replica = replica_of(rule, lr=0.1)
+    replica = small_replica(rule, lr=0.1)
     for _ in range(3):
         replica.step(batch_of())
     replica.step(batch_of(), both(Still()))
@@ -88,7 +88,7 @@ def test_each_step_counts_once(rule):
 
 def test_votes_are_sent_with_the_last_message_only_and_samples_with_each():
     first, second = Still(slice(0, 30)), Still(slice(30, SIZE))
-    replica = replica_of(Elastic(BETA))
+    replica = small_replica(Elastic(BETA))
     replica.step(batch_of(8), both(first, second, header=Header(stop=1.0, loss_sum=2.0)))
     replica.step(batch_of(4))
     replica.step(batch_of(4), both(first, second, header=Header(stop=1.0, loss_sum=3.0)))
@@ -102,7 +102,7 @@ def test_votes_are_sent_with_the_last_message_only_and_samples_with_each():
     ("rule", "what"), [(Elastic(BETA), "weights"), (MeanGradient(), "gradient")]
 )
 def test_non_finite_values_are_not_sent_and_are_named(rule, what):
-    replica, exchange = replica_of(rule), Still()
+    replica, exchange = small_replica(rule), Still()
     tensor = replica.flat.weights if what == "weights" else replica.flat.gradients
     tensor[5] = float("nan")
     with pytest.raises(
@@ -121,7 +121,7 @@ class WithoutOptimizer(MeanGradient):
 def test_a_gradient_is_the_sum_over_all_samples_wherever_the_optimizer_is():
     exchanges = [Still(), Still()]
     for rule, exchange in zip((MeanGradient(), WithoutOptimizer()), exchanges, strict=True):
-        replica = replica_of(rule)
+        replica = small_replica(rule)
         model = copy.deepcopy(replica.flat.model)
         for batch in (batch_of(4), batch_of(8)):
             functional.cross_entropy(model(batch[0]), batch[1], reduction="sum").backward()
@@ -137,7 +137,7 @@ def test_a_gradient_is_the_sum_over_all_samples_wherever_the_optimizer_is():
 
 
 def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
-    replica, exchange = replica_of(Elastic(BETA)), Still()
+    replica, exchange = small_replica(Elastic(BETA)), Still()
     before = replica.flat.weights.clone()
     replica.keep()
     replica.step(batch_of(), both(exchange))
@@ -150,7 +150,7 @@ def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
 
 
 def test_the_distance_is_that_of_the_weights_before_the_codec():
-    replica, exchange = replica_of(Elastic(BETA)), Still(seen=lambda weights: 0 * weights)
+    replica, exchange = small_replica(Elastic(BETA)), Still(seen=lambda weights: 0 * weights)
     before = replica.flat.weights.clone()
     replica.step(batch_of(), both(exchange))
     assert torch.equal(replica.flat.weights, before)
@@ -159,7 +159,7 @@ def test_the_distance_is_that_of_the_weights_before_the_codec():
 
 @pytest.mark.parametrize("rule", [MeanGradient(), Outer()])
 def test_a_replica_that_copies_the_center_can_undo_that(rule):
-    replica, exchange = replica_of(rule, lr=0.1), Still()
+    replica, exchange = small_replica(rule, lr=0.1), Still()
     before = replica.flat.weights.clone()
     replica.keep()
     replica.step(batch_of(), both(exchange))
@@ -170,13 +170,13 @@ def test_a_replica_that_copies_the_center_can_undo_that(rule):
 
 
 def test_progress_that_takes_effect_later_keeps_the_steps_in_between():
-    replica, exchange = replica_of(Outer(), lr=0.1), Still()
+    replica, exchange = small_replica(Outer(), lr=0.1), Still()
     replica.step(batch_of(), StepPlan(begin=(exchange,)))
     sent = replica.flat.weights.clone()
     torch.testing.assert_close(exchange.sent[0], -sent)
     exchange.center.weights.fill_(2.0)
     replica.step(batch_of(), StepPlan(join=(exchange,)))
-    plain = replica_of(Outer(), lr=0.1)
+    plain = small_replica(Outer(), lr=0.1)
     plain.step(batch_of())
     plain.step(batch_of())
     torch.testing.assert_close(replica.flat.weights, plain.flat.weights - sent + 2.0)
@@ -186,7 +186,7 @@ def test_progress_that_takes_effect_later_keeps_the_steps_in_between():
 
 
 def test_a_replica_that_is_suddenly_far_is_pulled_strongly_and_moves_the_center_little():
-    replica, exchange = replica_of(Elastic(BETA), has_dynamic_weights=True), Still()
+    replica, exchange = small_replica(Elastic(BETA), has_dynamic_weights=True), Still()
     usual = torch.linspace(-1, 1, SIZE)
 
     def exchange_from(weights):
@@ -210,7 +210,7 @@ def test_a_replica_that_is_suddenly_far_is_pulled_strongly_and_moves_the_center_
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole(microbatches):
     training = TrainingConfig(batch_size=8, microbatches=microbatches)
-    replica = replica_of(MeanGradient(), training=training)
+    replica = small_replica(MeanGradient(), training=training)
     reference = copy.deepcopy(replica.flat.model)
     inputs, labels = batch_of()
     loss, _ = replica.step((inputs, labels))

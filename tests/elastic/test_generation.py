@@ -14,11 +14,11 @@ def generation_of(*worker_ids, number=3):
     return Generation(Membership(number, worker_ids or THREE), began_at_round=10)
 
 
-def end(run, worker_id, outcome, round=20):
+def add_end(run, worker_id, outcome, round=20):
     run.ended[worker_id] = RunEnded(worker_id, outcome, round, run.entered_with(worker_id))
 
 
-def report(run, worker_id, round, *kept):
+def add_report(run, worker_id, round, *kept):
     run.reports[worker_id] = WorkerReport(worker_id, round, (), tuple(kept), {})
 
 
@@ -27,7 +27,7 @@ def report(run, worker_id, round, *kept):
 
 def test_members_are_at_work_until_they_have_ended_and_present_until_they_are_lost():
     run = generation_of()
-    end(run, "w1", Outcome.REGROUP)
+    add_end(run, "w1", Outcome.REGROUP)
     assert (run.present, run.at_work) == (THREE, ("w0", "w2"))
     run.lose("w2")
     assert (run.present, run.at_work) == (("w0", "w1"), ("w0",))
@@ -39,10 +39,10 @@ def test_members_are_at_work_until_they_have_ended_and_present_until_they_are_lo
 def test_a_generation_is_idle_once_each_member_has_ended_or_was_lost():
     run = generation_of()
     assert not run.is_idle
-    end(run, "w1", Outcome.REGROUP)
+    add_end(run, "w1", Outcome.REGROUP)
     run.lose("w1")
     run.lose("w1")
-    end(run, "w2", Outcome.REGROUP)
+    add_end(run, "w2", Outcome.REGROUP)
     assert (run.is_idle, run.at_work) == (False, ("w0",))
     run.lose("w0")
     assert (run.is_idle, run.at_work) == (True, ())
@@ -52,9 +52,9 @@ def test_a_generation_is_idle_once_each_member_has_ended_or_was_lost():
 
 def test_a_generation_is_broken_when_an_exchange_did_not_complete():
     run = generation_of()
-    end(run, "w0", Outcome.REGROUP)
+    add_end(run, "w0", Outcome.REGROUP)
     assert not run.is_broken
-    end(run, "w1", Outcome.BROKEN)
+    add_end(run, "w1", Outcome.BROKEN)
     assert run.is_broken
     run.lose("w1")
     assert not run.is_broken
@@ -87,16 +87,16 @@ def test_a_generation_is_broken_when_an_exchange_did_not_complete():
 def test_the_outcome_of_a_generation_when_all_members_have_ended(ends, outcome):
     run = generation_of()
     for worker_id, (what, round) in zip(THREE, ends, strict=False):
-        end(run, worker_id, Outcome(what), round)
+        add_end(run, worker_id, Outcome(what), round)
     assert run.outcome() is outcome
 
 
 def test_the_newest_end_is_that_of_the_furthest_present_member():
     run = generation_of()
     assert run.newest_end() is None
-    end(run, "w0", Outcome.BROKEN, 19)
-    end(run, "w1", Outcome.BROKEN, 20)
-    end(run, "w2", Outcome.BROKEN, 20)
+    add_end(run, "w0", Outcome.BROKEN, 19)
+    add_end(run, "w1", Outcome.BROKEN, 20)
+    add_end(run, "w2", Outcome.BROKEN, 20)
     assert run.newest_end().round == 20
     run.lose("w1")
     assert run.newest_end().worker_id == "w2"
@@ -106,8 +106,8 @@ def test_the_newest_end_is_that_of_the_furthest_present_member():
 
 def test_the_end_of_a_lost_member_does_not_affect_the_outcome():
     run = generation_of()
-    end(run, "w0", Outcome.FINISHED)
-    end(run, "w1", Outcome.REGROUP)
+    add_end(run, "w0", Outcome.FINISHED)
+    add_end(run, "w1", Outcome.REGROUP)
     run.lose("w1")
     assert run.outcome() is Outcome.FINISHED
 
@@ -117,19 +117,19 @@ def test_the_end_of_a_lost_member_does_not_affect_the_outcome():
 
 def test_a_round_is_kept_everywhere_when_all_present_members_keep_it():
     run = generation_of()
-    report(run, "w0", 15, 12, 14)
-    report(run, "w1", 15, 14)
+    add_report(run, "w0", 15, 12, 14)
+    add_report(run, "w1", 15, 14)
     assert run.kept_everywhere() == set(), "nothing is known of w2"
-    report(run, "w2", 15, 13)
+    add_report(run, "w2", 15, 13)
     assert run.kept_everywhere() == set()
-    report(run, "w2", 15, 13, 14)
+    add_report(run, "w2", 15, 13, 14)
     assert run.kept_everywhere() == {14}
 
 
 def test_a_lost_member_does_not_hold_up_a_checkpoint():
     run = generation_of()
-    report(run, "w0", 15, 14)
-    report(run, "w1", 15, 14)
+    add_report(run, "w0", 15, 14)
+    add_report(run, "w1", 15, 14)
     run.lose("w2")
     assert run.kept_everywhere() == {14}
     run.lose("w0")
@@ -139,13 +139,13 @@ def test_a_lost_member_does_not_hold_up_a_checkpoint():
 
 def test_states_of_an_older_vote_do_not_count():
     run = generation_of("w0", "w1")
-    report(run, "w0", 15, 14)
-    report(run, "w1", 16, 14)
+    add_report(run, "w0", 15, 14)
+    add_report(run, "w1", 16, 14)
     run.note_vote()
     assert run.voted_at_round == 16
     assert run.kept_everywhere() == set()
-    report(run, "w0", 18, 14, 16, 17)
-    report(run, "w1", 18, 14, 16, 17)
+    add_report(run, "w0", 18, 14, 16, 17)
+    add_report(run, "w1", 18, 14, 16, 17)
     assert run.kept_everywhere() == {17}
 
 
@@ -158,13 +158,13 @@ def test_a_vote_before_any_report_is_of_round_0():
 def test_the_reports_are_final_once_each_reaches_its_members_end():
     run = generation_of("w0", "w1")
     assert run.has_final_reports()
-    end(run, "w0", Outcome.FINISHED, 20)
+    add_end(run, "w0", Outcome.FINISHED, 20)
     assert not run.has_final_reports()
-    report(run, "w0", 19)
+    add_report(run, "w0", 19)
     assert not run.has_final_reports()
-    report(run, "w0", 20)
+    add_report(run, "w0", 20)
     assert run.has_final_reports()
-    end(run, "w1", Outcome.BROKEN, -1)
+    add_end(run, "w1", Outcome.BROKEN, -1)
     run.lose("w1")
     assert run.has_final_reports(), "a lost member has no end to report"
 
@@ -191,7 +191,7 @@ def test_a_member_that_left_and_rejoins_enters_a_new_generation():
 def test_a_change_drops_lost_members_and_keeps_the_ends_of_the_others():
     run = generation_of(number=3)
     run.lose("w1")
-    end(run, "w0", Outcome.FINISHED)
+    add_end(run, "w0", Outcome.FINISHED)
     run.change(Membership(4, ("w0", "w2", "w3")))
     assert run.lost == set()
     assert (run.present, run.at_work) == (("w0", "w2", "w3"), ("w2", "w3"))

@@ -283,7 +283,7 @@ def raises(logits):
     raise ZeroDivisionError("my own mistake")
 
 
-def run(folder, what, at, *, method="sync-easgd", resume=False, **elastic):
+def make_trainer(folder, what, at, *, method="sync-easgd", resume=False, **elastic):
     return raydl.Trainer(
         raydl.Classification(lambda shape, classes: FailingModel(shape, classes, at, what)),
         "digits",
@@ -302,20 +302,20 @@ METHODS = ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "async-sgd"]
 def test_an_error_in_a_step_leaves_a_checkpoint_to_resume_from(tmp_path, method):
     folder = tmp_path / "run"
     with pytest.raises(ZeroDivisionError, match="my own mistake") as error:
-        run(folder, raises, {60}, method=method).fit()
+        make_trainer(folder, raises, {60}, method=method).fit()
     assert any(entry.name == "raises" for entry in error.traceback), "not the user's own line"
     store = CheckpointStore(Storage(str(folder)))
     kept = store.read()[0].progress.num_samples
     # The steps before it, but for those of the round that was under way; 23 steps are an epoch.
     assert 55 <= kept * 23 / 1438 <= 59.5
-    result = run(folder, raises, {}, method=method, resume=True).fit()
+    result = make_trainer(folder, raises, {}, method=method, resume=True).fit()
     assert result.metrics["samples"] == 3 * 1438
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loss_that_is_nan_once_only_resets_one_replica_to_the_center(tmp_path, method):
     folder = tmp_path / "run"
-    result = run(folder, lambda logits: logits * math.nan, {50}, method=method).fit()
+    result = make_trainer(folder, lambda logits: logits * math.nan, {50}, method=method).fit()
     assert result.metrics["samples"] == 3 * 1438
     center = load_file(folder / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
@@ -328,7 +328,7 @@ def test_a_loss_that_is_nan_once_only_resets_one_replica_to_the_center(tmp_path,
 def test_a_loss_that_stays_nan_ends_the_run_with_a_finite_checkpoint(tmp_path, method):
     folder = tmp_path / "run"
     with pytest.raises(NonFiniteLossError, match=r"of worker w0") as error:
-        run(folder, lambda logits: logits * math.nan, range(50, 999), method=method).fit()
+        make_trainer(folder, lambda logits: logits * math.nan, range(50, 999), method=method).fit()
     assert error.value.exit_status == 1
     checkpoint = CheckpointStore(Storage(str(folder))).read()[0]
     for state in [checkpoint.center, checkpoint.workers["w0"].load()["replica"]]:

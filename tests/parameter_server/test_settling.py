@@ -134,7 +134,7 @@ def test_a_vote_for_a_checkpoint_adds_no_staleness():
 # workers
 
 
-class WorkerDied(Exception):
+class DiedInStep(Exception):
     """A worker died in a step."""
 
 
@@ -151,7 +151,7 @@ class RecordingTask(Classification):
             self.models.append(model)
         if model is self.models[0]:
             if self.dies_at == 0:
-                raise WorkerDied
+                raise DiedInStep
             self.dies_at -= 1
         self.trained.update(batch[1].tolist())
         return super().loss(model, batch)
@@ -191,7 +191,7 @@ def test_no_untrained_sample_counts_as_done(method, exchange, dies_at):
         task=task,
     ).join()
     lost, stays = ensemble.workers
-    with pytest.raises(WorkerDied):
+    with pytest.raises(DiedInStep):
         run_to_end(lost)
     membership = Membership(2, ("w1",))
     for shard in ensemble.others:

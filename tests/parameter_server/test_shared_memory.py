@@ -41,7 +41,7 @@ def move(exchange, replica):
     return arrival
 
 
-def values_of(shard):
+def center_values(shard):
     return shard.state().weights[0]
 
 
@@ -53,7 +53,7 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     exchange = open_exchange(shard, client=client)
     replica = torch.tensor([4.0, 8.0])  # alpha 1/4
     exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
-    assert values_of(shard).tolist() == [1, 2]  # immediately
+    assert center_values(shard).tolist() == [1, 2]  # immediately
     assert replica.tolist() == [4, 8]  # the replica moves only with its local step
     arrival = exchange.wait()
     assert arrival.pull.tolist() == [1, 2]
@@ -71,7 +71,7 @@ def test_a_vector_of_many_blocks_moves_like_one_of_a_few_blocks():
     exchange = open_exchange(shard)
     before = float(torch.dot(replica, replica))
     arrival = move(exchange, replica)
-    assert torch.allclose(torch.tensor(values_of(shard)), expected)
+    assert torch.allclose(torch.tensor(center_values(shard)), expected)
     assert arrival.distance_squared == pytest.approx(before, rel=1e-4)
 
 
@@ -87,7 +87,7 @@ def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
     exchange = open_exchange(shard, rule=rule)
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
     assert exchange.wait().pull.tolist() == [2, 4]
-    assert values_of(shard).tolist() == [1, 2]
+    assert center_values(shard).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd"])
@@ -156,7 +156,7 @@ def test_a_removed_worker_moves_nothing():
     shard.change(Membership(2, ("w0",)))
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
         exchange.begin(torch.ones(2), torch.zeros(0), Header())
-    assert values_of(shard).tolist() == [0, 0]
+    assert center_values(shard).tolist() == [0, 0]
     assert shard.shared_cells("w1", HERE) == {}
 
 
@@ -171,7 +171,7 @@ def test_a_newcomer_in_the_slot_of_a_lost_worker_does_not_count_as_that_worker()
         before.begin(torch.ones(2), torch.zeros(0), Header())
     stays = open_exchange(shard, "w0")
     move(stays, torch.tensor([4.0, 8.0]))
-    assert values_of(shard).tolist() == [1, 2]
+    assert center_values(shard).tolist() == [1, 2]
 
 
 def test_a_worker_that_enters_again_does_not_count_as_its_former_self():
@@ -270,7 +270,7 @@ def test_a_worker_killed_in_the_middle_of_an_update_does_not_block_others():
         wait_for(lambda: has_stalled(shard))
     replica = torch.ones(2 * BLOCK)
     move(open_exchange(shard), replica)
-    values = values_of(shard)
+    values = center_values(shard)
     assert set(values[:BLOCK].tolist()) == {1.0}  # the first half has moved to the replica
     assert set(values[BLOCK:].tolist()) == {0.25}
 
@@ -289,7 +289,7 @@ def test_the_wait_for_a_worker_that_stopped_in_the_middle_of_an_update_ends():
         )  # fmt: skip
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
             shard.exchange(message)
-        assert values_of(shard)[0] == 1  # the shard can still be copied
+        assert center_values(shard)[0] == 1  # the shard can still be copied
         shard.change(Membership(2, ("w0",)))  # and workers join and leave
 
 
@@ -321,7 +321,7 @@ def test_no_update_is_lost_between_memory_and_messages(tmp_path):
     before = sum(np.load(f"{path}-{w}-before.npy").astype(np.float64) for w in workers) + 3.0
     after = sum(np.load(f"{path}-{w}-after.npy").astype(np.float64) for w in workers)
     # Each exchange conserves the sum of replicas and center.
-    assert np.abs(after + replica + values_of(shard) - before).max() < 1e-3
+    assert np.abs(after + replica + center_values(shard) - before).max() < 1e-3
 
 
 def test_memory_does_not_outlive_the_processes_that_map_it():

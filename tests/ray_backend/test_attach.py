@@ -10,7 +10,7 @@ from raydl.ray_backend import attach
 from raydl.ray_backend.attach import Transports
 
 
-class Actors:
+class FakeRendezvousActors:
     """A sequence of rendezvous actors, each a dictionary of answers by method."""
 
     def __init__(self, *actors):
@@ -41,7 +41,7 @@ def registered(monkeypatch):
     """Return a function that registers a worker: (worker id, the actors that it has found)."""
 
     def register(*actors):
-        found = Actors(*actors)
+        found = FakeRendezvousActors(*actors)
         context = SimpleNamespace(get_job_id=lambda: "job")
         fake = SimpleNamespace(get=get, get_runtime_context=lambda: context)
         monkeypatch.setattr(attach, "ray", fake)

@@ -54,7 +54,7 @@ def gcs(token):
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
+def no_connection(monkeypatch, tmp_path):
     """Start without a connection and a token; ``ray.init`` does nothing."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **how: None)

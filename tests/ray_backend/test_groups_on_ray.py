@@ -23,7 +23,7 @@ SOON_S = 15.0
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
-class Member:
+class GroupActor:
     """A user's actor that uses only the group of raydl."""
 
     def __init__(self):
@@ -95,7 +95,7 @@ def get(refs):
     return ray.get(refs, timeout=BOUND_S)
 
 
-class Actors:
+class MemberActors:
     """The actors of this module by id; actors that were not killed are used again."""
 
     def __init__(self):
@@ -104,7 +104,7 @@ class Actors:
     def start_missing(self, members):
         """Start the members that do not exist yet, and wait until they answer."""
         new = [member for member in members if member not in self.by_id]
-        self.by_id |= {member: Member.remote() for member in new}
+        self.by_id |= {member: GroupActor.remote() for member in new}
         pids = get([self.by_id[member].pid.remote() for member in new])
         self.pids |= dict(zip(new, pids, strict=True))
 
@@ -152,7 +152,7 @@ class Group:
 
 @pytest.fixture(scope="module")
 def actors(cluster):
-    actors = Actors()
+    actors = MemberActors()
     yield actors
     actors.close()
 
@@ -259,9 +259,9 @@ def test_a_group_name_of_another_back_end_is_not_taken_over(group):
 
 OTHER_JOB = """
 import ray
-from test_groups_on_ray import Actors, Group
+from test_groups_on_ray import MemberActors, Group
 ray.init(address="auto")
-group = Group({name!r}, Actors())
+group = Group({name!r}, MemberActors())
 group.form("xyz", 0)
 print("sums", group.sums("xyz"))
 """

@@ -106,7 +106,7 @@ def test_a_wait_that_a_later_generation_ends_says_so_at_once():
 # the keys of a group
 
 
-class Clock:
+class FakeClock:
     def __init__(self):
         self.now, self.ended = 0.0, set()
 
@@ -119,7 +119,7 @@ class Clock:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def actors(cluster):
         ray.kill(actor)
 
 
-def settings(method, **exchange):
+def ray_config(method, **exchange):
     return TrainConfig(
         method=MethodConfig(name=method, period=4),
         training=TrainingConfig(epochs=4, batch_size=3),
@@ -86,7 +86,7 @@ def train(actors, config, generation=1):
     return ray.get(center.get.remote(last), timeout=60)
 
 
-def check(config, snapshot):
+def check_center(config, snapshot):
     ensemble = Ensemble(config, num_workers=NUM_WORKERS, images=IMAGES)
     batch = ensemble.batches.batch(np.arange(31))
 
@@ -101,9 +101,9 @@ def check(config, snapshot):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_among_actors_and_counts_every_sample(actors, method):
-    config = settings(method)
+    config = ray_config(method)
     snapshot = train(actors, config)
-    check(config, snapshot)
+    check_center(config, snapshot)
     if METHODS[method].strategy in ("sync", "round_robin"):
         # Order and sums are the same as among threads, and with two workers so are the bits.
         threads = Ensemble(config, num_workers=NUM_WORKERS, images=IMAGES).join()
@@ -113,10 +113,10 @@ def test_every_method_trains_among_actors_and_counts_every_sample(actors, method
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco"])
 def test_every_sample_counts_when_actors_share_the_steps_by_speed(actors, method):
-    config = settings(method)
+    config = ray_config(method)
     by_speed = dataclasses.replace(config.method, steps_by_speed=True)
     config = dataclasses.replace(config, method=by_speed)
-    check(config, train(actors, config))
+    check_center(config, train(actors, config))
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,18 @@ def test_every_sample_counts_when_actors_share_the_steps_by_speed(actors, method
     ],
 )
 def test_settings_of_the_exchange_apply_among_actors(actors, method, exchange):
-    config = settings(method, **exchange)
-    check(config, train(actors, config))
+    config = ray_config(method, **exchange)
+    check_center(config, train(actors, config))
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-msgd"])
 def test_a_parameter_group_with_scale_0_does_not_change_among_actors(actors, method):
-    config = settings(method)
+    config = ray_config(method)
     frozen = (ParamGroup(pattern="1.bias", lr_scale=0.0),)
     optimizer = dataclasses.replace(config.optimizer, param_groups=frozen)
     config = dataclasses.replace(config, optimizer=optimizer)
     snapshot = train(actors, config)
-    check(config, snapshot)
+    check_center(config, snapshot)
     first = Ensemble(config, num_workers=0, images=IMAGES).first
     assert np.array_equal(snapshot.weights[-3:], first.weights[-3:])
     assert not np.array_equal(snapshot.weights[:-3], first.weights[:-3])
@@ -155,7 +155,7 @@ def test_ten_thousand_exchanges_do_not_grow_any_process(actors, method):
     center, workers = actors
 
     def exchanges(count):
-        config = settings(method)
+        config = ray_config(method)
         config = dataclasses.replace(
             config,
             method=dataclasses.replace(config.method, period=1),

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def settings(**scaling):
+def gpu_config(**scaling):
     return TrainConfig(
         method=MethodConfig(name="sync-easgd", period=2),
         training=TrainingConfig(epochs=3, batch_size=4),
@@ -40,7 +40,7 @@ def test_a_run_on_the_device_agrees_with_the_cpu(num_workers, share):
     weights = []
     for gpus in (0.0, share):
         ensemble = Ensemble(
-            settings(gpus_per_worker=gpus), num_workers=num_workers, images=tiny_images(24)
+            gpu_config(gpus_per_worker=gpus), num_workers=num_workers, images=tiny_images(24)
         )
         ensemble.join().run()
         weights.append(ensemble.newest.weights)
@@ -48,7 +48,7 @@ def test_a_run_on_the_device_agrees_with_the_cpu(num_workers, share):
 
 
 def test_a_deterministic_run_gives_the_same_bits_on_the_device_twice():
-    config = settings(gpus_per_worker=0.5)
+    config = gpu_config(gpus_per_worker=0.5)
     training = dataclasses.replace(config.training, deterministic=True)
     config, weights = dataclasses.replace(config, training=training), []
     try:

@@ -130,7 +130,7 @@ def test_the_center_is_on_the_drivers_host_and_its_shards_on_all(cluster, tmp_pa
     with (tmp_path / "log").open("w") as log:
         process = hosts.popen(0, words, env=environment, stdout=log, stderr=log)
         try:
-            while sum(map(len, (found := actors(hosts)).values())) < 7:
+            while sum(map(len, (found := actor_hosts(hosts)).values())) < 7:
                 assert process.poll() is None, (tmp_path / "log").read_text()
                 assert time.monotonic() < deadline, found
         finally:
@@ -142,7 +142,7 @@ def test_the_center_is_on_the_drivers_host_and_its_shards_on_all(cluster, tmp_pa
     assert len(set(found["Worker"])) == 2
 
 
-def actors(hosts):
+def actor_hosts(hosts):
     """Return the hosts of each kind of actor, one number for each actor."""
     running = [hosts.run(h, ["ps", "-A", "-o", "args"], timeout_s=BOUND_S) for h in range(4)]
     return {

@@ -32,7 +32,7 @@ OPTIONS = [
 BOUND_S = 150
 
 
-class Run:
+class TrainProcess:
     """A ``raydl train`` in its own process group, with its output in a file."""
 
     address = ""
@@ -118,13 +118,13 @@ class Run:
 @pytest.fixture(scope="module")
 def joined(four_cpus):
     """Return the class of runs that join a cluster."""
-    return type("JoinedRun", (Run,), {"address": four_cpus.address})
+    return type("JoinedRun", (TrainProcess,), {"address": four_cpus.address})
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """An uninterrupted run with its own Ray, and all sockets on which it has listened."""
-    run = Run(tmp_path_factory.mktemp("whole") / "run")
+    run = TrainProcess(tmp_path_factory.mktemp("whole") / "run")
     run.listened = set()
     while run.process.poll() is None:
         run.listened |= run.listeners()
@@ -179,7 +179,11 @@ def test_a_run_interrupted_then_killed_with_9_and_resumed_each_time_ends_with_th
 ):
     """The reference is another run with the same seed."""
     stopped = joined.interrupted(
-        tmp_path / "stopped", signal.SIGINT, Run.has_begun, "--checkpoint.every-epochs", "1000"
+        tmp_path / "stopped",
+        signal.SIGINT,
+        TrainProcess.has_begun,
+        "--checkpoint.every-epochs",
+        "1000",
     )
     assert stopped.process.returncode == 130, stopped.output
     assert stopped.newest_checkpoint() > 0

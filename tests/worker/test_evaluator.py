@@ -11,7 +11,7 @@ from raydl.errors import ConfigError
 from raydl.worker.evaluator import Evaluator
 
 
-class RecordingBatches(Batches):
+class RowRecorder(Batches):
     """Batches that record the rows of each batch."""
 
     def __init__(self, batches):
@@ -23,12 +23,12 @@ class RecordingBatches(Batches):
         return super().batch(rows)
 
 
-def scored(num_samples, *, times=1):
+def scored_rows(num_samples, *, times=1):
     """Return (rows that were scored, in batches, by evaluation; number of rows)."""
     config = TrainConfig(evaluation=EvaluationConfig(num_samples=num_samples, batch_size=4))
     ensemble = Ensemble(config, num_workers=1)
     found = []
-    test = RecordingBatches(ensemble.batches)
+    test = RowRecorder(ensemble.batches)
     evaluator = Evaluator(ensemble.job, test)
     for _ in range(times):
         test.rows.clear()
@@ -38,7 +38,7 @@ def scored(num_samples, *, times=1):
 
 
 def test_each_evaluation_scores_the_requested_number_of_samples_and_always_the_same_ones():
-    (first, second), num_samples = scored(7, times=2)
+    (first, second), num_samples = scored_rows(7, times=2)
     assert first == second
     assert [len(batch) for batch in first] == [4, 3]
     rows = list(itertools.chain(*first))
@@ -49,7 +49,7 @@ def test_each_evaluation_scores_the_requested_number_of_samples_and_always_the_s
 
 @pytest.mark.parametrize("num_samples", [None, 10**9])
 def test_all_samples_are_scored_without_a_number_or_with_a_large_one(num_samples):
-    (batches,), number = scored(num_samples)
+    (batches,), number = scored_rows(num_samples)
     assert list(itertools.chain(*batches)) == list(range(number))
 
 

@@ -37,7 +37,7 @@ def dropout(image_shape, num_classes):
     )
 
 
-def settings(method, *, lr=0.1, **training):
+def loop_config(method, *, lr=0.1, **training):
     training.setdefault("batch_size", 3)
     return TrainConfig(
         method=MethodConfig(name=method, period=2),
@@ -54,15 +54,15 @@ def weights_after(config, num_workers=2, model=WithBuffer):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_seeds_give_equal_bits_and_different_seeds_do_not(method):
-    first = weights_after(settings(method, epochs=2, seed=5))
-    assert np.array_equal(first, weights_after(settings(method, epochs=2, seed=5)))
-    assert not np.array_equal(first, weights_after(settings(method, epochs=2, seed=6)))
+    first = weights_after(loop_config(method, epochs=2, seed=5))
+    assert np.array_equal(first, weights_after(loop_config(method, epochs=2, seed=5)))
+    assert not np.array_equal(first, weights_after(loop_config(method, epochs=2, seed=6)))
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(method, num_workers):
-    config = settings(method, epochs=2)
+    config = loop_config(method, epochs=2)
     images = tiny_images(25)
     # One generator serves all threads of this process, so only one worker can draw from it.
     model = dropout if num_workers == 1 else WithBuffer
@@ -95,19 +95,19 @@ def test_every_sample_of_an_epoch_is_read_once_by_one_worker():
             return super().fetch(rows)
 
     images = RecordingImages(**vars(tiny_images(25)))
-    Ensemble(settings("sync-easgd", epochs=1), num_workers=3, images=images).join().run()
+    Ensemble(loop_config("sync-easgd", epochs=1), num_workers=3, images=images).join().run()
     assert sorted(seen) == list(range(25))
 
 
 def test_all_ranks_stop_after_the_same_round_by_one_vote():
-    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=3).join()
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=50), num_workers=3).join()
     ensemble.workers[1].vote(1, stop=1.0)
     assert ensemble.run() == [Outcome.STOPPED] * 3
     assert len({w.round for w in ensemble.workers}) == 1
 
 
 def test_a_checkpoint_vote_keeps_the_state_of_one_round_on_all_ranks_and_training_continues():
-    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2).join()
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=50), num_workers=2).join()
     ensemble.workers[0].vote(1, checkpoint=1.0)
     assert ensemble.run(3) == [Outcome.GO_ON] * 2
     assert [w.report().kept for w in ensemble.workers] == [(1,), (1,)]
@@ -115,27 +115,27 @@ def test_a_checkpoint_vote_keeps_the_state_of_one_round_on_all_ranks_and_trainin
 
 
 def test_a_vote_of_the_last_generation_is_ignored():
-    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=50), num_workers=2)
     for worker in ensemble.workers:
         worker.vote(0, regroup=1.0)
     assert ensemble.join().run(2) == [Outcome.GO_ON] * 2
 
 
 def test_a_vote_that_arrives_before_the_request_to_join_still_counts():
-    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=50), num_workers=2)
     ensemble.workers[1].vote(1, stop=1.0)
     assert ensemble.join().run(2) == [Outcome.STOPPED] * 2
 
 
 def test_a_limit_of_steps_ends_the_run():
-    ensemble = Ensemble(settings("sync-easgd", steps=5), num_workers=2).join()
+    ensemble = Ensemble(loop_config("sync-easgd", steps=5), num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert [w.local_step for w in ensemble.workers] == [5, 5]
     assert ensemble.newest.progress.round == 3  # two rounds of two steps and one of one step
 
 
 def test_records_add_up_to_the_samples_of_the_run():
-    ensemble = Ensemble(settings("sync-easgd", epochs=2), num_workers=2).join()
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=2), num_workers=2).join()
     ensemble.run()
     records = ensemble.workers[0].report().records
     assert records[-1].progress.num_samples == 48
@@ -144,7 +144,7 @@ def test_records_add_up_to_the_samples_of_the_run():
 
 
 def test_a_nan_loss_names_worker_and_step():
-    ensemble = Ensemble(settings("sync-easgd", epochs=5), num_workers=1).join()
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=5), num_workers=1).join()
     ensemble.run(1)
     ensemble.workers[0].replica.flat.weights.fill_(float("nan"))
     with pytest.raises(NonFiniteLossError, match="nan at local step 2 of worker w0; lower"):
@@ -154,7 +154,7 @@ def test_a_nan_loss_names_worker_and_step():
 def test_more_workers_than_samples_still_complete_the_epoch():
     images = tiny_images(2)
     few = ImageSet(images.images, images.labels, images.class_names)
-    ensemble = Ensemble(settings("sync-easgd", epochs=3), num_workers=3, images=few).join()
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=3), num_workers=3, images=few).join()
     assert ensemble.run() == [Outcome.FINISHED] * 3
     assert ensemble.newest.progress.num_samples == 6
 
