@@ -86,7 +86,7 @@ def test_the_first_read_of_a_ranks_key_fetches_the_keys_of_all_ranks(center, fak
 
 
 @pytest.mark.parametrize("key", ["plain", "1", "a/b", "/", "a/-1"])
-def test_any_other_key_is_fetched_alone(center, fake_ray, key):
+def test_a_key_of_another_form_is_fetched_by_itself(center, fake_ray, key):
     center.server.set_key("run", 7, key, b"1")
     assert store_of(center).get(key) == b"1"
     assert [keys for keys, _ in center.waits] == [[key]]

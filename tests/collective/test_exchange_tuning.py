@@ -371,7 +371,7 @@ def test_a_run_that_chooses_is_recorded_as_such():
         ),
     ],
 )
-def test_a_tuning_that_can_not_be_chosen_is_refused(change, sentence):
+def test_a_tuning_that_cannot_be_chosen_is_refused(change, sentence):
     config = dataclasses.replace(auto(), **change)
     with pytest.raises(ConfigError, match=sentence):
         resolve(config)

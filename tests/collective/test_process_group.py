@@ -362,7 +362,7 @@ class FakeTunnel:
         self.led.append(port)
 
 
-def test_an_address_of_gloo_in_an_unknown_format_is_refused_when_it_is_written():
+def test_an_address_of_gloo_in_an_unknown_format_is_refused_before_it_is_published():
     store = TunnelStore(MemoryStore(), FakeTunnel(), 0, {})
     with pytest.raises(RuntimeError, match="TLS cannot be used with it"):
         store.set("0/0", b"")
@@ -514,7 +514,7 @@ def test_the_environment_can_set_how_nccl_waits(on_device, monkeypatch):
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
 
 
-def test_a_group_on_a_device_is_aborted_where_it_is_cut_and_not_where_it_is_left(on_device):
+def test_a_group_on_a_device_is_aborted_if_cut_but_not_if_left(on_device):
     on_device.connect(MemoryStore(), host=HOST)
     made = on_device.process_group
     on_device.cut()

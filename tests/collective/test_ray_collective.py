@@ -62,7 +62,7 @@ def test_a_complete_sum_is_accepted(device, is_abandoned):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_abandoned_group_starts_no_further_sum(device):
-    """Without this, quick sums would not notice: no wait takes long enough."""
+    """Sums that complete quickly never wait long enough to notice that the group is abandoned."""
     group = group_on(device, is_abandoned=True)
     with pytest.raises(ExchangeError, match="abandoned"):
         group.start_allreduce(torch.ones(1), round=3)

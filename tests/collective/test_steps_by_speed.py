@@ -176,7 +176,7 @@ def test_a_limit_of_steps_applies_to_the_fastest_worker(trained):
         ("sync-easgd", {"group_size": 2}, "cannot be set with method.group_size"),
     ],
 )
-def test_settings_that_do_not_fit_together_raise_one_sentence(method, more, sentence):
+def test_settings_that_do_not_fit_together_are_refused_with_one_sentence(method, more, sentence):
     with pytest.raises(ConfigError, match=sentence):
         resolve(TrainConfig(method=MethodConfig(name=method, steps_by_speed=True, **more)))
 

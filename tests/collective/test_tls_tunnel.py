@@ -72,7 +72,7 @@ def test_a_missing_setting_is_named(files, name):
 
 
 @pytest.mark.parametrize("field", ["cert", "key", "ca"])
-def test_a_missing_file_or_one_that_is_no_pem_is_named(files, tmp_path, field):
+def test_a_file_that_is_missing_or_not_pem_is_named(files, tmp_path, field):
     missing = dataclasses.replace(files, **{field: str(tmp_path / "missing.pem")})
     assert f"cannot be read: {tmp_path}/missing.pem: No such file" in refusal_of(missing)
     (tmp_path / "text").write_text("no certificate")
@@ -257,7 +257,7 @@ def test_a_relay_between_two_hosts_sees_no_weights(files, pool):
         assert torch.full((2,), SECRET_FLOAT).numpy().tobytes() not in relay.seen
 
 
-def test_gloo_listens_on_the_loopback_alone_and_a_tunnel_on_its_hosts_address(files, pool):
+def test_gloo_listens_on_the_loopback_only_and_a_tunnel_on_its_hosts_address(files, pool):
     before = {place for pid in descendants_of(os.getpid()) for place in listeners_of(pid)}
     with groups_on(HOSTS, [files] * 2, pool):
         after = {place for pid in descendants_of(os.getpid()) for place in listeners_of(pid)}

@@ -53,7 +53,7 @@ def test_a_center_rebuilt_from_a_workers_copy_has_the_optimizer_of_the_lost_cent
     before = ensemble.service.optimizer_state([s.optimizer_states() for s in ensemble.others])
     assert before["state"][0]["momentum_buffer"].abs().sum() > 0
     copy = ensemble.workers[0].center()
-    assert copy.optimizer == {}, "a worker knows the center's weights alone"
+    assert copy.optimizer == {}, "a worker knows only the weights of the center"
     snapshot = dataclasses.replace(copy, optimizer=before)
     again = CenterServer(ensemble.job, snapshot)
     others = [make_shard(ensemble.job, snapshot, i, None) for i in range(1, shards)]

@@ -185,7 +185,7 @@ def test_all_messages_and_the_residual_sum_to_all_values(codec):
         magnitude += values.abs()
         received += codec.decode(message, out=torch.empty(3000))
         assert torch.equal(codec.decode(message, out=torch.empty(3000)), feedback.decoded)
-    # Of 50 messages each may round |v + e| <= sum |v| as float32 does.
+    # Each of 50 messages may round |v + e| <= sum |v| as float32 does.
     assert ((received + feedback.residual - sent).abs() <= 100 * 2**-24 * magnitude).all()
     assert codec.name == "none" or feedback.residual.abs().max() > 0
 

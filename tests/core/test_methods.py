@@ -124,7 +124,7 @@ def test_the_distance_is_that_of_all_fragments(fragments):
     ensemble.join()
     ensemble.workers[0].replica.flat.weights.add_(1.0)
     ensemble.run(1)
-    # Every one of the 8 weights was 1 away when its fragment exchanged.
+    # Each of the 8 weights had a distance of 1 when its fragment exchanged.
     assert ensemble.workers[0].replica.distance_squared == pytest.approx(8.0)
 
 

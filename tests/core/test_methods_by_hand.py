@@ -63,7 +63,7 @@ def test_sync_easgd_by_hand():
     assert (replicas, center) == ([1.0625, -1.1875], 1.125)
 
 
-def test_sync_easgd_with_delay_uses_what_was_sent():
+def test_sync_easgd_with_delay_uses_the_values_that_were_sent():
     # Sent at the first step of two: 4, 0, -2 local steps, minus (4 - 1)/4 and (0 - 1)/4.
     replicas, center = by_hand(
         "sync-easgd",

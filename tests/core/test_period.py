@@ -27,7 +27,7 @@ def test_a_round_spans_epochs_and_every_sample_counts_once_in_each(method, membe
     history.assert_every_sample_once_an_epoch()
     steps = 20 * (13 if len(members) == 1 else 5)
     assert history.snapshot.progress.local_step == steps
-    assert history.snapshot.progress.round == -(-steps // 30), "the last round alone is shorter"
+    assert history.snapshot.progress.round == -(-steps // 30), "only the last round is shorter"
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "original-easgd"])
@@ -51,7 +51,7 @@ def test_a_step_never_mixes_two_epochs():
     assert max(size for _, size in sizes) == 2
 
 
-def test_each_fragment_is_sent_its_delay_before_it_is_applied_and_the_last_one_in_the_last_step():
+def test_each_fragment_is_applied_one_delay_after_it_is_sent_and_the_last_one_in_the_last_step():
     assert plan_round(4, fragments=2, delay=1) == [([0], []), ([], [0]), ([1], []), ([], [1])]
     assert plan_round(1, fragments=2, delay=1) == [([0, 1], [0, 1])]
 

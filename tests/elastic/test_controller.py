@@ -109,7 +109,7 @@ def test_losses_with_progress_between_them_are_not_in_a_row():
 
 
 @BOTH
-def test_a_center_lost_before_the_first_generation_is_started_again_as_it_was(is_sync):
+def test_a_center_lost_before_the_first_generation_restarts_from_its_first_state(is_sync):
     harness = ControllerHarness(is_sync=is_sync)
     assert harness.step(Lost("center", "the actor died")) == [("rebuild_center", None)]
     ready = [WorkerReady("w0"), WorkerReady("w1")]

@@ -1,4 +1,4 @@
-"""How a run ends, also if workers or the center are lost while it ends."""
+"""The end of a run, also if workers or the center are lost during it."""
 
 import pytest
 from controller_harness import BOTH, ControllerHarness, collected, report, scored

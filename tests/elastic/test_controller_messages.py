@@ -84,7 +84,7 @@ def test_a_leaver_leaves_after_an_exchange_and_its_replacement_gets_its_state():
 
 
 @pytest.mark.parametrize("outcome", ["regroup", "finished", "broken"])
-def test_a_leaver_is_ended_however_its_loop_ended(outcome):
+def test_a_leaver_is_ended_after_any_outcome_of_its_loop(outcome):
     harness = training((1, 2)).after(Draining("w0"))
     calls = harness.step(*harness.end(outcome, 5, "w0", "w1"), Published((0,), is_complete=False))
     for _ in range(12):
@@ -178,7 +178,7 @@ def test_claims_of_a_lost_worker_are_trained_before_the_run_ends():
 
 
 @pytest.mark.parametrize("name", ["center", "shard 1"])
-def test_when_the_center_is_lost_all_leave_and_it_is_rebuilt_from_the_newest_copy(name):
+def test_a_lost_center_makes_all_leave_and_is_rebuilt_from_the_newest_copy(name):
     harness = training()
     assert harness.step(Lost(name, DIED)) == [("abandon", 1)]
     calls = harness.step(*harness.end("broken", 7, "w0"), *harness.end("broken", 9, "w1"))

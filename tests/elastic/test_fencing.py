@@ -45,7 +45,7 @@ def test_a_snapshot_of_an_older_generation_is_refused_whatever_its_round(round):
 
 
 def test_a_new_generation_drops_snapshots_of_rounds_after_its_first():
-    """Else a kept snapshot of the last generation would count as one of this generation."""
+    """Otherwise a kept snapshot of the last generation would count as one of this generation."""
     cache = SnapshotCache()
     cache.put(snapshot_of(6, 1))
     cache.put(snapshot_of(7, 1, value=1.0, is_kept=True))

@@ -175,7 +175,7 @@ def test_a_spare_joins_on_the_node_that_lost_a_worker(is_sync):
     assert set(formed(harness)) == {"w1", "w2"}
 
 
-def test_a_spare_on_a_full_node_joins_if_it_has_a_device_of_its_own():
+def test_a_spare_on_a_full_node_joins_if_it_has_its_own_device():
     harness = on_two_nodes((1, 2), gpus=1.0)
     replace_lost(harness)
     assert formed(harness) == ("w0", "w2")

@@ -1,4 +1,4 @@
-"""How long workers wait for a straggler, and when they continue without it."""
+"""Workers wait for a straggler for a grace period, then continue without it."""
 
 import math
 
@@ -169,4 +169,6 @@ def test_a_quorum_stays_and_only_workers_that_do_not_wait_are_left_out(waits, nu
     if late:
         assert (len(waits) - len(late)) * 8 >= numerator * len(waits)
         assert sum(seconds > grace_s for seconds in waits) * 8 >= numerator * len(waits)
-        assert len(late) == sum(seconds == 0.0 for seconds in waits), "all of them, at once"
+        assert len(late) == sum(seconds == 0.0 for seconds in waits), (
+            "all late workers are left out at once"
+        )

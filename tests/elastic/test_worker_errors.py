@@ -150,7 +150,7 @@ def test_a_run_of_one_worker_stops_with_a_checkpoint_of_its_center(is_sync):
 
 
 def test_the_center_is_polled_once_more_before_the_last_checkpoint():
-    """Its newest snapshot may be an epoch old; it makes another when the last worker leaves."""
+    """The newest snapshot may be an epoch old; the center makes another as the last worker leaves."""
     harness = ControllerHarness(1, is_sync=False).start("w0")
     harness.step(Failed("w0", USER_ERROR), *harness.end("broken", 7, "w0"))
     assert ("change", 2, ()) in [
@@ -303,7 +303,9 @@ def test_an_error_in_a_step_leaves_a_checkpoint_to_resume_from(tmp_path, method)
     folder = tmp_path / "run"
     with pytest.raises(ZeroDivisionError, match="my own mistake") as error:
         make_trainer(folder, raises, {60}, method=method).fit()
-    assert any(entry.name == "raises" for entry in error.traceback), "not the user's own line"
+    assert any(entry.name == "raises" for entry in error.traceback), (
+        "the traceback lacks the user's line"
+    )
     store = CheckpointStore(Storage(str(folder)))
     kept = store.read()[0].progress.num_samples
     # The steps before it, but for those of the round that was under way; 23 steps are an epoch.

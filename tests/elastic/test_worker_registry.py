@@ -135,7 +135,7 @@ def test_workers_that_reserve_no_cpu_are_counted_apart():
     assert harness.registry.num_coming() == before
 
 
-def test_a_leaving_worker_is_no_candidate_and_its_cause_is_known():
+def test_a_leaving_worker_is_not_a_candidate_and_its_cause_is_known():
     harness = RegistryHarness("w0", "w1")
     harness.registry.note_leaving("w1", "is on a draining node")
     assert harness.phase("w1") is Phase.LEAVING
@@ -347,7 +347,7 @@ def test_a_worker_outside_its_loop_is_not_stuck():
     assert harness.registry.stuck() == []
     harness.form("w0")
     harness.stay_in_step("w0", 10.0, local_step=5)
-    assert harness.registry.stuck() == [], "what it did before it came back does not count"
+    assert harness.registry.stuck() == [], "time before its return does not count"
 
 
 def test_a_worker_left_out_may_be_stuck_too():
@@ -371,7 +371,7 @@ def test_waiting_times_come_from_the_newest_reports():
 
 
 def test_a_silent_worker_counts_as_not_waiting():
-    """Its process was stopped in an exchange: its last report is out of date."""
+    """The process was stopped in an exchange, so its last report is out of date."""
     harness = RegistryHarness("w0", "w1")
     harness.report("w0", waiting_s=2.0)
     harness.report("w1", waiting_s=2.0)
@@ -383,7 +383,7 @@ def test_a_silent_worker_counts_as_not_waiting():
 
 
 def test_a_wait_in_the_last_generation_does_not_count_in_this_one():
-    """Else the first worker to report seems late: it works, and the other still seems to wait."""
+    """Otherwise the first worker to report would seem late, and the other would seem to wait."""
     harness = RegistryHarness("w0", "w1", "w2")
     harness.report("w0", waiting_s=2.0)  # for w2, which is left out
     harness.report("w1", waiting_s=2.0)

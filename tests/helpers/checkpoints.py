@@ -20,7 +20,7 @@ def make_checkpoint(round, value=1.0):
 
 
 def same_state(a, b):
-    """Whether nested values are bitwise equal."""
+    """Return whether nested values are bitwise equal."""
     if isinstance(a, SavedState):
         return same_state(a.load(), b)
     if isinstance(a, torch.Tensor):

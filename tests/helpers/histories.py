@@ -112,7 +112,7 @@ class MemberScript:
 
 @dataclass
 class End:
-    """How a generation ended."""
+    """The outcomes and errors of a generation."""
 
     outcomes: dict[str, Outcome]
     errors: list[Exception] = field(default_factory=list)

@@ -220,7 +220,7 @@ class CodedWorker:
 
 @pytest.mark.parametrize("is_locked", [True, False])
 def test_a_newcomer_and_its_shard_start_with_the_same_copy_of_the_center(is_locked):
-    """Its first answer is the difference to that copy, although another worker moved the center."""
+    """The first answer is the difference to that copy, although another worker moved the center."""
     codec = "topk:1"  # lossless for small whole numbers
     shard = make_shard(Elastic(1.0), 4, is_locked=is_locked, codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))

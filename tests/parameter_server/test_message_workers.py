@@ -171,7 +171,7 @@ def test_a_center_restored_from_a_worker_assigns_the_claimed_samples_again():
         run.workers[worker_id].run_round()
     copy = run.workers["w0"].runner.strategy.snapshot(is_kept=False, local_step=4)
     ledger = Ledger.from_state_dict(copy.ledger)
-    assert ledger.num_free == 96 - copy.progress.num_samples, "what was claimed, too"
+    assert ledger.num_free == 96 - copy.progress.num_samples, "claimed samples are free again"
     again = ChangingWorkers(job("async-easgd", epochs=1), num_workers=2, num_first=0)
     again.client = again.ensemble._open_center(copy, Membership(5, ("w1",)))
     assert again.coordinator.version == copy.progress.round

@@ -333,7 +333,7 @@ def test_with_hogwild_a_copy_waits_for_the_answer_to_the_compressed_message():
 
 @pytest.mark.parametrize("rule", [RecordingAdd, RecordingWeights])
 def test_the_decoded_answer_moves_the_workers_mirror_to_the_center(rule):
-    """It is the center after a message of progress, and before a message of weights."""
+    """The mirror is the center after a message of progress, and before a message of weights."""
     shard, codec = shard_of([3.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
     mirror, decoded = torch.full((8,), 3.0), torch.empty(8)
     sent = torch.full((8,), 2.0)  # lossless for equal numbers
@@ -530,7 +530,7 @@ def test_committing_an_answer_sets_buffers_and_assignment():
     assert settled.completion.num_bytes == 8
     exchange._session.set_assignment(ASSIGNMENT)
     exchange.commit()
-    assert exchange._session.version == 0, "an answer is taken once"
+    assert exchange._session.version == 0, "an answer is applied once"
 
 
 def test_the_cells_that_a_process_can_map_have_the_workers_slot():

@@ -130,7 +130,7 @@ def test_fragments_that_take_effect_later_use_memory_too():
         ({"method": "sync-easgd"}, False),
     ],
 )
-def test_memory_is_shared_only_if_messages_carry_plain_weights_alone(change, is_shared):
+def test_memory_is_shared_only_if_messages_carry_nothing_but_plain_weights(change, is_shared):
     method, others = change.get("method", "async-easgd"), {**change}
     others.pop("method", None)
     config = dataclasses.replace(job(method), **others)

@@ -93,7 +93,7 @@ def test_an_unknown_host_name_is_reported(monkeypatch):
     assert "does not answer (" in refusal_of(monkeypatch, "cluster.invalid:6379")
 
 
-def test_a_silent_listener_is_no_cluster(monkeypatch):
+def test_a_silent_listener_is_reported_as_no_answer(monkeypatch):
     monkeypatch.setattr(ray_session, "_ANSWER_S", 0.2)
     with socket.create_server(("0.0.0.0", 0)) as silent:
         sentence = refusal_of(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")

@@ -77,7 +77,7 @@ def test_a_failed_write_is_reported_and_leaves_no_file(tmp_path, problem):
     assert files_in(tmp_path) == []
 
 
-def test_a_start_deletes_the_files_of_earlier_starts_and_none_of_its_own(tmp_path):
+def test_a_start_deletes_the_files_of_earlier_starts_but_not_its_own(tmp_path):
     storage = Storage(str(tmp_path))
     left = hand_in(Handovers(storage, "a1"), FakeLeaver({}))
     now = Handovers(storage, "b2")
@@ -104,10 +104,14 @@ def test_a_leaver_keeps_its_replica_without_a_copy():
     worker = workers_of(rounds=3)
     worker.hold_last()
     held = b"".join(worker.held(LAST).pieces())
-    assert held == b"".join(pack(worker.pop_kept(3)).pieces()), "it is all there"
+    assert held == b"".join(pack(worker.pop_kept(3)).pieces()), (
+        "the held bytes are the whole replica"
+    )
     worker.replica.flat.weights.add_(1.0)
     replica = unpack(bytearray(b"".join(worker.held(LAST).pieces())))["replica"]
-    assert torch.equal(replica["weights"], worker.replica.flat.weights), "it lies there itself"
+    assert torch.equal(replica["weights"], worker.replica.flat.weights), (
+        "the replica itself, not a copy"
+    )
 
 
 def test_the_replica_of_a_leaver_outlives_later_checkpoints():

@@ -27,7 +27,7 @@ CALLS = (
     "NodeInfoGcsService/GetClusterId",
     "ReporterService/GetTraceback",
 )
-"""One call of each of Ray's services."""
+"""A call of each of Ray's services."""
 OURS = ("ray::WorkerActor", "ray::CenterActor", "ray::EvaluatorActor")
 OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}
 """The address to connect to where a process listens on all interfaces."""
@@ -129,7 +129,7 @@ def progress(run):
     return run.status()["num_samples"]
 
 
-def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
+def test_the_run_itself_opens_no_port_on_all_interfaces(run):
     """A port that is open there belongs to Ray and requires the token."""
 
     on_all, on_one = [], []

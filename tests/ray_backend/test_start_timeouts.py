@@ -146,7 +146,7 @@ class StartingShards(RayWorkerGroup):
 
 
 def test_the_lease_of_a_shard_begins_with_its_first_answer():
-    """Its start takes longer than a lease on a crowded machine."""
+    """The start of a shard takes longer than a lease on a crowded machine."""
     group = StartingShards()
     group.poll_again()
     assert group.leased == []

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 BOUND_S = 180
 MBIT = 25
 LATENCY_S = 2e-4
-"""Of an empty link two bytes apart in two buckets; it is nothing beside half a megabyte."""
+"""Latency of an idle link in seconds; negligible beside the time of half a megabyte."""
 PERIOD, BATCH_SIZE, NUM_ROUNDS = 10, 36, 20
-"""An epoch of the digits is so whole rounds, with 2 workers and with 4."""
+"""With these settings an epoch of the digits is whole rounds, with 2 workers and with 4."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def test_the_center_scores_like_the_center_of_a_single_worker(method, period):
     (alone, _), (together, without) = (center_scores(data, method, period, p) for p in (1, 3))
     assert alone["accuracy"] > 0.9
     assert together["accuracy"] == pytest.approx(alone["accuracy"], abs=0.06)
-    assert without["loss"] > together["loss"] + 0.1, "the statistics would not have mattered"
+    assert without["loss"] > together["loss"] + 0.1, "the statistics do not affect the loss"
 
 
 def partners_after_a_broken_round():

@@ -89,7 +89,7 @@ def test_smoothing_is_in_the_loss_and_not_in_the_metrics():
     assert torch.equal(named.loss(model, batch), expected)
 
 
-def test_a_language_model_is_smoothed_in_its_loss_alone():
+def test_a_language_model_is_smoothed_in_its_loss_only():
     texts = DataShape((4,), 7)
     tokens = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2))
     batch = tokens[:, :-1], tokens[:, 1:]
