@@ -150,7 +150,7 @@ def test_a_run_of_one_worker_stops_with_a_checkpoint_of_its_center(is_sync):
 
 
 def test_the_center_is_polled_once_more_before_the_last_checkpoint():
-    """The newest snapshot may be an epoch old; the center makes another as the last worker leaves."""
+    """The newest snapshot may be an epoch old; the center makes one as the last worker leaves."""
     harness = ControllerHarness(1, is_sync=False).start("w0")
     harness.step(Failed("w0", USER_ERROR), *harness.end("broken", 7, "w0"))
     assert ("change", 2, ()) in [

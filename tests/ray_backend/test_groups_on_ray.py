@@ -251,7 +251,7 @@ def test_a_group_outlives_the_actor_in_which_its_members_meet(group):
 
 
 def test_a_group_name_of_another_back_end_is_not_taken_over(group):
-    group.actors.call("g")
+    group.actors.start_missing("g")
     get(group.begin("g", "form_by_gloo", group.name))
     with pytest.raises(ConfigError, match="is a group of another back end in this"):
         get(group.begin_to_form("g", 0))
