@@ -366,7 +366,7 @@ def test_the_node_and_the_cluster_may_be_named(monkeypatch):
 @pytest.mark.cluster
 def test_the_notice_drains_the_node_of_a_real_cluster(monkeypatch):
     """Without ``--node-id`` it finds its own node, the only one on this machine."""
-    with nodes(1) as cluster, metadata_service("gcp", NOTICE["gcp"]) as service:
+    with start_cluster(1) as cluster, metadata_service("gcp", NOTICE["gcp"]) as service:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         command = [
             sys.executable, "-m", "raydl.launch.spot_notice", "--provider", "gcp",

@@ -146,7 +146,7 @@ def test_a_run_that_starts_again_hides_the_earlier_attempt(tmp_path):
     options = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--period", "2"]
     command = ["train", *options, "--data", "synthetic:96", "--run-dir", str(run)]
     assert cli.main([*command, "--epochs", "2"]) == 0
-    grow_old(run)
+    age_event_file(run)
     shutil.rmtree(run / "checkpoints")  # as if it had been lost before its first checkpoint
     (run / "result.json").unlink()
     assert cli.main([*command, "--epochs", "1", "--resume"]) == 0

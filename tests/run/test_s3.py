@@ -54,7 +54,7 @@ def server():
 @pytest.fixture(autouse=True)
 def environment(server, monkeypatch, tmp_path):
     """The user's environment variables: the server's address and the credentials."""
-    use_keys_of_nobody(monkeypatch, tmp_path)
+    use_test_credentials(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
 
 

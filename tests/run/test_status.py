@@ -406,11 +406,13 @@ class Epoch:
 
 
 def test_a_superseded_driver_ends_at_the_next_step():
-    stage, reporter = FakeController(), EventCollector()
+    controller, reporter = FakeController(), EventCollector()
     reporter.checkpoints = SimpleNamespace(num_late=0)
     with pytest.raises(SupersededError) as caught:
-        run_to_end(stage, reporter, FakeChannel(), view(), config=TrainConfig(), epoch=Epoch(2))
-    assert stage.num_steps == 2
+        run_to_end(
+            controller, reporter, FakeChannel(), view(), config=TrainConfig(), epoch=Epoch(2)
+        )
+    assert controller.num_steps == 2
     assert str(caught.value) == (
         "runs/x: process 7 on b since 2026 has taken over the run as driver epoch 2; "
         "this driver, of epoch 1, ends and changes nothing there"
@@ -418,11 +420,11 @@ def test_a_superseded_driver_ends_at_the_next_step():
 
 
 def test_between_two_steps_requests_are_answered_and_problems_are_logged():
-    stage, control_channel, reporter = FakeController(), FakeChannel(), EventCollector()
+    controller, control_channel, reporter = FakeController(), FakeChannel(), EventCollector()
     reporter.checkpoints = SimpleNamespace(num_late=2)
-    run_to_end(stage, reporter, control_channel, view(), config=TrainConfig(), epoch=Epoch())
-    assert stage.removed == ["w1"]
-    assert stage.refused == {"checkpoints": 2}
+    run_to_end(controller, reporter, control_channel, view(), config=TrainConfig(), epoch=Epoch())
+    assert controller.removed == ["w1"]
+    assert controller.refused == {"checkpoints": 2}
     assert control_channel.answers == [("r1", "w1 leaves", True)]
     assert reporter.sentences == ["the folder failed"]
     assert control_channel.reported == ["training"] * 4
@@ -430,10 +432,10 @@ def test_between_two_steps_requests_are_answered_and_problems_are_logged():
 
 @pytest.mark.parametrize("state", [State.FINISHING, State.DONE])
 def test_a_run_that_is_ending_removes_no_worker(state):
-    stage = FakeController(state)
-    ok, sentence = remove(stage, "w1", config=TrainConfig())
+    controller = FakeController(state)
+    ok, sentence = remove(controller, "w1", config=TrainConfig())
     assert (ok, sentence) == (False, "the run is about to end, and w1 with it")
-    assert stage.removed == []
+    assert controller.removed == []
 
 
 def test_a_control_channel_is_closed_however_the_run_ends(tmp_path):
