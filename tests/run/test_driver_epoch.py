@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 from checkpoints import make_checkpoint as make
@@ -105,11 +106,12 @@ def test_the_error_of_a_superseded_driver_names_its_successor(tmp_path):
 
 def test_a_driver_notices_by_itself_that_its_epoch_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(hold, "BEAT_S", 0.02)
-    storage, noticed = Objects(str(tmp_path)), threading.Event()
+    storage, deadline = Objects(str(tmp_path)), time.monotonic() + 30.0
     with hold.held(storage, "run.run_dir") as epoch:
         DriverEpoch.claim_next(storage, OTHER)
-        while not epoch.is_over and not noticed.wait(0.01):
-            pass
+        while not epoch.is_over:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         (claim,) = (tmp_path / "drivers").iterdir()
         storage.delete_dir(f"drivers/{claim.name}")  # as the driver that takes over does
     assert list((tmp_path / "drivers").iterdir()) == [], "it claims nothing any more"
