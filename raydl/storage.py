@@ -1,8 +1,9 @@
 """Files on any PyArrow file system (local, s3://, gs://, …), and calls that get no answer.
 
 A file on a local disk is written under a temporary name, flushed and moved into place, so that a
-reader sees all of it or nothing. An object store shows only whole objects, so a file is written
-there under its own name.
+reader sees all of it or nothing. An object store shows an object once its upload is complete, but
+PyArrow also completes an upload that failed, with the parts so far. So a small file is uploaded in
+one request, and a large one under a temporary name, which the store then copies.
 
 A file server that is lost, or an S3 server that accepts connections and never replies, blocks the
 caller, and such a call cannot be ended. So while a run trains, all calls are made in threads that
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from pyarrow import fs
@@ -41,6 +43,8 @@ _S3_TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 4.0}
 """Time-outs of S3 in seconds, unless the URI has its own."""
 _CHUNK_BYTES = 4 << 20
 """Size of the pieces in which large files are read and written."""
+_ONE_REQUEST_BYTES = 4 << 20
+"""Largest upload in one request: PyArrow sends no part of an S3 object below 5 MiB."""
 _SYNC_BYTES = 64 << 20
 """A local file is flushed each time that this many bytes were written."""
 _NO_ANSWER = r"NETWORK_CONNECTION|REQUEST_TIMEOUT|[Tt]imed out|[Tt]imeout"
@@ -338,15 +342,22 @@ class Storage:
         """Write a file; readers see the older one until the new one is whole."""
         self.write_pieces(name, [data])
 
-    def write_pieces(self, name: str, pieces: Iterable[Any]) -> Sum:
-        """Write a file as ``write_bytes`` does, from contents in pieces."""
+    def write_pieces(self, name: str, pieces: Iterable[Any], *, in_place: bool = False) -> Sum:
+        """Write a file as ``write_bytes`` does, from contents in pieces.
+
+        Args:
+            name: name of the file.
+            pieces: the contents.
+            in_place: upload an object under its own name at once. A failed write may leave a part
+                of it, so this is for names that no reader knows yet.
+        """
         with self._calling(f"to write {name}"):
             self._check_guard()
             path = self._path_of(name)
             if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
                 self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
             if self.is_object_store:
-                return self._write(path, pieces)
+                return self._write(path, pieces) if in_place else self._upload(path, pieces)
             temporary = f"{path}.tmp"
             written = self._write(temporary, pieces)
             self._flush_to_disk(temporary)
@@ -354,6 +365,32 @@ class Storage:
             self._filesystem.move(temporary, path)
             self._flush_to_disk(posixpath.dirname(path))
             return written
+
+    def _upload(self, path: str, pieces: Iterable[Any]) -> Sum:
+        """Write an object; if this fails, the earlier one stays."""
+        coming, start = iter(pieces), b""
+        while len(start) <= _ONE_REQUEST_BYTES:
+            piece = next(coming, None)
+            if piece is None:
+                return self._write(path, [start])
+            start += memoryview(piece).cast("B")
+        temporary = posixpath.join(posixpath.dirname(path), f".upload-{uuid.uuid4().hex}")
+        try:
+            written = self._write(temporary, chain([start], coming))
+            self._check_guard()  # writing may have taken long
+            self._copy_object(temporary, path)
+        finally:
+            with suppress(OSError):
+                self._filesystem.delete_file(temporary)
+        return written
+
+    def _copy_object(self, source: str, target: str) -> None:
+        """Copy an object within the store, or through this process if the store cannot."""
+        try:
+            self._filesystem.copy_file(source, target)
+        except OSError:  # S3 copies no object above 5 GB, and some stores copy none
+            with self._filesystem.open_input_stream(source, compression=None) as stream:
+                self._write(target, iter(lambda: stream.read(_CHUNK_BYTES), b""))
 
     def _write(self, path: str, pieces: Iterable[Any]) -> Sum:
         if self._filesystem.type_name != "local":
@@ -496,9 +533,7 @@ class Storage:
                     os.link(source, target)
                     return
             elif self.is_object_store:
-                with suppress(OSError):  # S3 copies no object above 5 GB
-                    self._filesystem.copy_file(source, target)
-                    return
+                return self._copy_object(source, target)
             self.write_pieces(new_name, self.read_pieces(name))
 
     def delete_dir(self, name: str) -> None:

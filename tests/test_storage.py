@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from s3_server import s3_client, s3_server, use_test_credentials
 
 from raydl.storage import Storage
 
@@ -56,6 +57,61 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     with pytest.raises(OSError, match="no space left on device"):
         storage.write_pieces("weights", pieces())
     assert (tmp_path / "weights").read_bytes() == b"before"
+
+
+MIB = b"x" * 2**20
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    """A storage in an S3 server of this process, which holds the object ``weights``."""
+    use_test_credentials(monkeypatch, tmp_path)
+    with s3_server() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with s3_client(url) as client:
+            client.create_bucket(Bucket="bucket")
+        storage = Storage("s3://bucket/run")
+        storage.write_bytes("weights", b"before")
+        yield storage
+
+
+@pytest.mark.parametrize("num_mib", [1, 12])
+def test_a_failed_write_leaves_the_earlier_object(bucket, num_mib):
+    """PyArrow completes the upload of a stream that is closed by an exception."""
+
+    def pieces():
+        yield from [MIB] * num_mib
+        raise OSError("the network is down")
+
+    with pytest.raises(OSError, match="the network is down"):
+        bucket.write_pieces("weights", pieces())
+    assert bucket.read_bytes("weights") == b"before"
+    assert bucket.list_dir("") == ["weights"]
+
+
+@pytest.mark.parametrize("num_mib", [0, 1, 4, 12])
+def test_an_object_of_any_size_is_written_as_it_is(bucket, num_mib):
+    written = bucket.write_pieces("weights", [MIB] * num_mib + [b"end"])
+    assert bucket.read_bytes("weights") == MIB * num_mib + b"end"
+    assert written.num_bytes == num_mib * 2**20 + 3
+    assert bucket.list_dir("") == ["weights"]
+
+
+def test_an_object_that_the_store_cannot_copy_is_copied_through_this_process(bucket, monkeypatch):
+    class WithoutCopies:
+        def __init__(self, filesystem):
+            self.filesystem = filesystem
+
+        def copy_file(self, source, target):
+            raise OSError("EntityTooLarge")
+
+        def __getattr__(self, name):
+            return getattr(self.filesystem, name)
+
+    monkeypatch.setattr(bucket, "_filesystem", WithoutCopies(bucket._filesystem))
+    bucket.write_pieces("weights", [MIB] * 6)
+    bucket.copy_file("weights", "copy")
+    assert bucket.read_bytes("weights") == bucket.read_bytes("copy") == MIB * 6
 
 
 def test_a_program_that_is_killed_during_a_write_leaves_the_earlier_file(tmp_path):

@@ -121,6 +121,7 @@ class CheckpointStore:
         self._epoch = driver_epoch
         self._sleep = sleep
         self._damaged: set[str] = set()
+        self._used: set[str] = set()
         self.root = storage.root
         """Path or URI of the run's folder."""
         self._read_name = ""
@@ -229,11 +230,14 @@ class CheckpointStore:
         return copies
 
     def _free_name(self, round: int) -> str:
+        """Return a name that no attempt of this process had: its writes may still be under way."""
         name = f"round-{round:08d}" + (f"-e{self._epoch}" if self._epoch > 1 else "")
-        ages = map(_age, self._named())
+        ages = map(_age, {*self._named(), *self._used})
         versions = [a.version for a in ages if (a.epoch, a.round) == (self._epoch, round)]
         version = 1 + max(versions, default=-1)
-        return name + (f".{version}" if version else "")
+        free = name + (f".{version}" if version else "")
+        self._used.add(free)
+        return free
 
     def _temporary(self, name: str) -> str:
         """Return the folder in which a checkpoint lies until it is whole."""
@@ -273,7 +277,8 @@ class CheckpointStore:
                 distant[_file_of(worker_id)] = state
 
         def put(name: str, file: TensorFile) -> Sum:
-            return self._storage.write_pieces(f"{folder}/{name}", file.pieces())
+            path = f"{folder}/{name}"  # new; the manifest makes it known
+            return self._storage.write_pieces(path, file.pieces(), in_place=True)
 
         with self._distant_writes(folder, distant) as writes:
             sums = {"center.safetensors": put("center.safetensors", TensorFile(checkpoint.center))}

@@ -599,7 +599,7 @@ class WorkerActor:
             is_seen = here.exists(token)
         except Exception:  # without credentials, packages or a network here: the driver has them
             return None
-        return here.write_pieces(name, self._counted(held)) if is_seen else None
+        return here.write_pieces(name, self._counted(held), in_place=True) if is_seen else None
 
     def _counted(self, held: TensorFile) -> Iterator[memoryview]:
         for piece in held.pieces():

@@ -80,7 +80,7 @@ class RayStateWrite:
             written = self._written_by_worker()
             if written is not None:
                 return written
-            return self.storage.write_pieces(self.name, self._pieces())
+            return self.storage.write_pieces(self.name, self._pieces(), in_place=True)
         except RayError as error:
             raise StateLostError(self.state.worker_id, in_few_words(error)) from error
 
@@ -97,8 +97,7 @@ class RayStateWrite:
                     num_before, received_at = num_bytes, time.monotonic()
                     note_answer()
                 elif time.monotonic() - received_at > SILENCE_S:
-                    worker.stop_writing.remote()
-                    return None
+                    return self._stop_worker()
             try:
                 written: Sum | None = ray.get(self.ref)
             except RayTaskError as error:
@@ -108,6 +107,18 @@ class RayStateWrite:
         if written is None:
             self.state.without_storage.add(self.state.worker_id)
         return written
+
+    def _stop_worker(self) -> None:
+        """End the worker's write, which makes no progress; this process may write afterwards.
+
+        Raises:
+            OSError: the write has not ended; it might still replace what this process writes.
+        """
+        worker_id = self.state.worker_id
+        self.state.without_storage.add(worker_id)  # of the next checkpoints
+        self.cancel(time.monotonic() + SILENCE_S)
+        if not ray.wait([self.ref], timeout=0)[0]:
+            raise OSError(f"{worker_id} has not ended its write of {self.name}")
 
     def _pieces(self) -> Iterator[np.ndarray]:
         """Yield the worker's state in pieces; the next one is fetched while one is written."""
