@@ -137,6 +137,9 @@ class EvaluationConfig:
         require(self.batch_size >= 1, "evaluation.batch_size", "1 or more", self.batch_size)
         if self.mode not in _MODES:
             raise UnknownNameError("evaluation.mode", self.mode, _MODES)
+        if not self.metric:
+            rule = "auto without evaluation.metric"
+            require(self.mode == "auto", "evaluation.mode", rule, self.mode)
         is_known = self.metric in ("", "accuracy", *LOWER_IS_BETTER)
         rule = f"max or min, the better direction of {self.metric}"
         require(is_known or self.mode != "auto", "evaluation.mode", rule, self.mode)

@@ -115,7 +115,7 @@ class Augment:
     """
 
     def __init__(self, prepare: Prepare, names: Sequence[str], *, seed: int) -> None:
-        self._prepare = prepare
+        self.prepare = prepare
         self._names = tuple(names)
         self._seed = seed
 
@@ -136,7 +136,7 @@ class Augment:
 
     def __call__(self, batch: Batch, rows: np.ndarray, epoch: int | None) -> Batch:
         """Return the prepared batch, its pictures augmented unless the epoch is None."""
-        batch = self._prepare(batch, rows, epoch)
+        batch = self.prepare(batch, rows, epoch)
         if epoch is None:
             return batch
         pictures, *others = batch

@@ -160,12 +160,14 @@ def _class_folders(folder: Place) -> Layout:
 def _parquet(places: list[Place], name: str) -> Layout:
     """Assign files by name to training and test (or validation), or else all to training."""
     refuse_unfinished(places[0])
-    train, test, validation = (
-        tuple(place for place in places if re.match(rf"{part}\b", place.basename))
-        for part in ("train", "test", "validation")
-    )
-    test = test or validation
-    return Layout("parquet", name, train or tuple(places), test if train else ())
+    of_part: dict[str, list[Place]] = {"train": [], "test": [], "validation": [], "": []}
+    for place in places:
+        match = re.match(r"(train|test|validation)(?![A-Za-z])", place.basename)
+        of_part[match[1] if match else ""].append(place)
+    train = tuple(of_part["train"] or of_part[""])
+    test = tuple(of_part["test"] or of_part["validation"])
+    # Files that all have names of a test set were given as the training set.
+    return Layout("parquet", name, train, test) if train else Layout("parquet", name, tuple(places))
 
 
 _Groups = TypeVar("_Groups", bound=RowGroups)

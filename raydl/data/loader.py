@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -42,6 +42,8 @@ class Normalizer:
     """
 
     def __init__(self, mean: np.ndarray, std: np.ndarray) -> None:
+        self.statistics = {"mean": mean.tolist(), "std": std.tolist()}
+        """Both, by name, for a file."""
         # (v/255 - mean)/std as one multiply and one add.
         self._scale = torch.tensor(1.0 / (255.0 * std), dtype=torch.float32).view(-1, 1, 1)
         self._shift = torch.tensor(-mean / std, dtype=torch.float32).view(-1, 1, 1)
@@ -50,6 +52,11 @@ class Normalizer:
     def of(cls, images: ImageSet) -> Normalizer:
         """Return the normalizer with the statistics of a training set."""
         return cls(*channel_statistics(images.images))
+
+    @classmethod
+    def from_statistics(cls, statistics: Mapping[str, Sequence[float]]) -> Normalizer:
+        """Return the normalizer with these ``statistics``."""
+        return cls(*(np.array(statistics[name], np.float32) for name in ("mean", "std")))
 
     def normalized(self, pictures: Tensor) -> Tensor:
         """Return normalized float32 pictures, shape [B, C, H, W], from uint8 pictures."""
@@ -62,6 +69,12 @@ class Normalizer:
         """Return the batch with its pictures, its first tensor, normalized."""
         pictures, *others = batch
         return self.normalized(pictures), *others
+
+
+def statistics_of(prepare: Prepare) -> dict[str, list[float]] | None:
+    """Return mean and standard deviation by which a transform normalizes; None: it does not."""
+    normalizer = prepare.prepare if isinstance(prepare, Augment) else prepare
+    return normalizer.statistics if isinstance(normalizer, Normalizer) else None
 
 
 def preparation_for(dataset: Dataset, config: TrainConfig) -> Prepare:

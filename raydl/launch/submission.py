@@ -36,6 +36,13 @@ Ray applies them to raydl's own folder as well: they must not match a file of it
 """
 HOME_RUNS = "raydl-runs"
 """The folder in the home of the head node for runs without another place."""
+_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+_NOT_IN_FILE = {
+    "working_dir": "pass it as --working-dir",
+    "py_modules": "put the code into the folder of --working-dir",
+    "excludes": "list the files in .rayignore",  # Ray applies them to raydl's own folder, too
+}
+"""Fields of a runtime environment that a user's file cannot have, and what to do instead."""
 _POLL_S = 1.0
 _LOG_CHARS_PER_S = 1_000_000
 _RETRY_AFTER_S = 5.0
@@ -230,8 +237,8 @@ def read_runtime_env(path: str) -> dict[str, Any]:
         path: a YAML or JSON file, as for ``ray job submit --runtime-env``.
 
     Raises:
-        ConfigError: it cannot be read, is not a mapping, has a working folder, or a URI with
-            credentials.
+        ConfigError: it cannot be read, is not a mapping, has a field that is an option of
+            ``raydl submit``, or a URI with credentials.
     """
     import yaml  # not at the top: only a job with such a file needs it
 
@@ -245,8 +252,15 @@ def read_runtime_env(path: str) -> dict[str, Any]:
         raise ConfigError(setting, f"{path} is no YAML or JSON: {problem}") from error
     if not isinstance(env, dict):
         raise ConfigError(setting, f"{path} must have fields by name, as in pip: [transformers]")
-    if "working_dir" in env:
-        raise ConfigError(setting, f"{path} has a working_dir; pass it as --working-dir")
+    for field, instead in _NOT_IN_FILE.items():
+        if field in env:
+            raise ConfigError(setting, f"{path} has {field}; {instead}")
+    if has_credentials(env):
+        raise ConfigError(
+            setting,
+            f"{path} has a URI with credentials, and Ray's dashboard shows it; give it to the "
+            "cluster: in the environment in which its nodes run ray start, or in pip.conf",
+        )
     _check_variables(env.get("env_vars", {}), path)
     if "pip" in env:
         pip = {"packages": env["pip"]} if isinstance(env["pip"], list) else env["pip"]
@@ -264,12 +278,8 @@ def _check_variables(variables: Any, path: str) -> None:
     for name, value in variables.items():
         if not isinstance(value, str):
             raise ConfigError(setting, f'{path} must have a text for {name}, as in {name}: "1"')
-    if has_credentials(list(variables.values())):
-        raise ConfigError(
-            setting,
-            f"{path} has a URI with credentials, and Ray's dashboard shows the environment "
-            "variables of a job; set them where the cluster's nodes run ray start",
-        )
+    if _STOP_WAIT in variables:
+        raise ConfigError(setting, f"{path} has {_STOP_WAIT}; pass it as --stop-grace-s")
 
 
 def make_runtime_env(
@@ -296,11 +306,11 @@ def make_runtime_env(
     users = users or {}
     env: dict[str, Any] = {
         **users,
-        "py_modules": [str(package), *users.get("py_modules", [])],
-        "excludes": [*EXCLUDES, *users.get("excludes", [])],
+        "py_modules": [str(package)],
+        "excludes": list(EXCLUDES),
         "env_vars": {
             # For the job's supervisor, which runs in this environment. Ray's default is 3 s.
-            "RAY_JOB_STOP_WAIT_TIME_S": str(stop_grace_s),
+            _STOP_WAIT: str(stop_grace_s),
             # Keeps the autoscaler's messages out of the run's log; ray status shows them.
             "RAY_SCHEDULER_EVENTS": "0",
             **users.get("env_vars", {}),

@@ -10,7 +10,7 @@ from raydl.checkpoint.best import read_best
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig
 from raydl.config.custom_code import hugging_face_folder
-from raydl.data import Batches, Dataset, load, preparation_for
+from raydl.data import Batches, Dataset, Normalizer, load, preparation_for
 from raydl.data.generators import callers_generators_kept
 from raydl.errors import DataError, UntrustedCodeError
 from raydl.run.folder import RunFolder, open_run
@@ -62,7 +62,9 @@ def score_run(
         model.load_state_dict(center)
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
-    test = Batches(dataset.test, preparation_for(dataset, config))
+    statistics = folder.normalization()
+    prepare = Normalizer.from_statistics(statistics) if statistics else None
+    test = Batches(dataset.test, prepare or preparation_for(dataset, config))
     return score(task, model, test, config)
 
 

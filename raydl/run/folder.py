@@ -24,7 +24,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -130,6 +130,12 @@ class RunFolder:
                 f"{self.root} already holds a run; add --resume to continue it, or choose another "
                 f"name",
             )
+        if self.is_remote and any(p.name.startswith(_CURVES) for p in self.path.iterdir()):
+            raise ConfigError(
+                "run.run_dir",
+                f"{self.path} on this machine holds the curves of another run; move it away, or "
+                f"choose another name",
+            )
 
     def load_earlier(self, config: TrainConfig) -> None:
         """Check the settings against those of the run in the folder, and fetch its events.
@@ -163,15 +169,23 @@ class RunFolder:
         is_of_all = not name.startswith(_EVENTS)
         return is_of_all and self.storage.num_bytes(name) > local.stat().st_size
 
-    def write_config(self, config: TrainConfig) -> None:
+    def write_config(
+        self, config: TrainConfig, *, normalization: Mapping[str, list[float]] | None = None
+    ) -> None:
         """Write all settings, the versions of the packages, and the submission.
 
         Credentials of URIs are omitted; the file lists the settings that had some.
+
+        Args:
+            config: the settings.
+            normalization: mean and standard deviation per channel, by which pictures are
+                normalized.
         """
         settings = to_dict(config)
         values = {
             "config": redact_values(settings),
             "redacted": [name for name, v in dotted(settings).items() if has_credentials(v)],
+            "normalization": normalization,
             "versions": _versions(),
             "commit": _commit(),
             "submission": this_submission(),
@@ -185,8 +199,22 @@ class RunFolder:
         Raises:
             DataError: there is no run, or its settings cannot be read.
         """
+        return from_dict(TrainConfig, self._read_config()["config"])
+
+    def normalization(self) -> dict[str, list[float]] | None:
+        """Return mean and standard deviation by which the run normalizes pictures, per channel.
+
+        None: it has no pictures, or an earlier version wrote its ``config.json``.
+
+        Raises:
+            DataError: there is no run, or its settings cannot be read.
+        """
+        statistics: dict[str, list[float]] | None = self._read_config().get("normalization")
+        return statistics
+
+    def _read_config(self) -> dict[str, Any]:
         try:
-            values = json.loads(self.storage.read_bytes("config.json"))
+            values: dict[str, Any] = json.loads(self.storage.read_bytes("config.json"))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(self.root, NO_RUN) from error
         except ValueError as error:
@@ -195,7 +223,7 @@ class RunFolder:
             raise DataError(self.root, f"it cannot be read: {in_words(error)}") from error
         if not _is_of_raydl(values):
             raise DataError(self.root, "no run is there: its config.json is not of raydl")
-        return from_dict(TrainConfig, values["config"])
+        return values
 
     def is_complete(self) -> bool:
         """Return whether the newest start trained to the end and wrote all files of the run.

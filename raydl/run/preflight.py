@@ -82,7 +82,9 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
         raise ShapeError(task.name, f"does not accept {shape}: {error}") from error
     _check_names(task.name, names, model)
     _check_scores(config, scores)
-    _check_metric(config.evaluation.metric, task, scores, num_samples_of(batch))
+    scores = _with_derived(task, scores, num_samples_of(batch))
+    if (metric := config.evaluation.metric) and scores and metric not in scores:
+        raise UnknownNameError("evaluation.metric", metric, scores)
     moved = flat.non_trainable.moved_parameters()
     flat.rebind()
     flat.weights.copy_(weights)
@@ -189,18 +191,17 @@ def _sums(task: str, metrics: Any) -> dict[str, float]:
             task,
             f"the metrics must be a dict of name and sum, but they are a {type(metrics).__name__}",
         )
-    for name, value in metrics.items():
-        if not isinstance(value, (Tensor, int, float, np.number)):
-            problem = f"but it is a {type(value).__name__}"
-        elif isinstance(value, Tensor) and value.numel() != 1:
-            problem = f"but it has shape {list(value.shape)}"
-        else:
-            continue
-        raise ShapeError(
-            task,
-            f"the metric {name} must be one number, the sum over the samples of a batch, {problem}",
-        )
-    return {name: float(value) for name, value in metrics.items()}
+    rule = "one number, the sum over the samples of a batch"
+    return {name: _number(task, f"the metric {name}", v, rule) for name, v in metrics.items()}
+
+
+def _number(task: str, what: str, value: Any, rule: str) -> float:
+    """Return a value as a number; raise a ShapeError if it is none."""
+    if not isinstance(value, (Tensor, int, float, np.number)):
+        raise ShapeError(task, f"{what} must be {rule}, but it is a {type(value).__name__}")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ShapeError(task, f"{what} must be {rule}, but it has shape {list(value.shape)}")
+    return float(value)
 
 
 def _is_near(a: float, b: float) -> bool:
@@ -218,15 +219,19 @@ def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
         )
 
 
-def _check_metric(name: str, task: Task, sums: Mapping[str, float], num_samples: int) -> None:
-    """Raise an UnknownNameError unless the task measures the metric that compares centers."""
-    if not name:
-        return
-    scores = {metric: value / num_samples for metric, value in sums.items()}
-    if isinstance(task, Derives) and name not in scores:
-        try:
-            scores |= task.derived(scores)
-        except Exception:  # a user's task may need more than two samples
-            return
-    if name not in scores:
-        raise UnknownNameError("evaluation.metric", name, scores)
+def _with_derived(task: Task, sums: Mapping[str, float], num_samples: int) -> dict[str, float]:
+    """Return the scores of a batch, with the derived ones; {} if these need more samples.
+
+    Raises:
+        ShapeError: a derived metric is not a number.
+    """
+    means = {name: value / num_samples for name, value in sums.items()}
+    if not isinstance(task, Derives):
+        return means
+    try:
+        derived = dict(task.derived(means))
+    except Exception:  # a user's task may need more than two samples
+        return {}
+    for name, value in derived.items():
+        means[name] = _number(task.name, f"the derived metric {name}", value, "one number")
+    return means

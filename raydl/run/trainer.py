@@ -46,7 +46,7 @@ from raydl.core.reports import Outcome
 from raydl.core.rules import Rule
 from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
-from raydl.data import Batches, Dataset, Prepare, load, preparation_for
+from raydl.data import Batches, Dataset, Prepare, load, preparation_for, statistics_of
 from raydl.data.generators import callers_generators_kept
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
@@ -331,7 +331,8 @@ class Trainer:
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
             with open_control_channel(start.folder.storage, view) as control_channel:
-                recording = self._recording(job, flat, start, view, Examples(dataset.test))
+                examples, statistics = Examples(dataset.test), statistics_of(prepare)
+                recording = self._recording(job, flat, start, view, examples, statistics)
                 if start.is_trained:
                     test = Batches(dataset.test, prepare)
                     evaluator = Evaluator(job, test, flat.non_trainable.arrays())
@@ -433,7 +434,13 @@ class Trainer:
 
     @contextmanager
     def _recording(
-        self, job: Job, flat: FlatModel, start: Start, view: RunView, examples: Examples
+        self,
+        job: Job,
+        flat: FlatModel,
+        start: Start,
+        view: RunView,
+        examples: Examples,
+        normalization: Mapping[str, list[float]] | None,
     ) -> Iterator[RunRecorder]:
         """Open the recorder, log the messages of the start, and close the recorder at the end."""
         config, folder, snapshot = self.config, start.folder, start.snapshot
@@ -460,7 +467,8 @@ class Trainer:
         )
         view.follow_recorder(recorder, log)
         try:
-            within(folder.storage, lambda: folder.write_config(config), log=log.event)
+            write = functools.partial(folder.write_config, config, normalization=normalization)
+            within(folder.storage, write, log=log.event)
             recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)

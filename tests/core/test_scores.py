@@ -51,6 +51,12 @@ def test_an_unknown_mode_is_refused_with_the_known_ones():
         EvaluationConfig(mode="maximum")
 
 
+def test_a_direction_without_a_metric_is_refused():
+    rule = "evaluation.mode must be auto without evaluation.metric, got min"
+    with pytest.raises(ConfigError, match=rule):
+        EvaluationConfig(mode="min")
+
+
 def test_a_metric_of_a_users_task_needs_its_better_direction():
     rule = "evaluation.mode must be max or min, the better direction of f1, got auto"
     with pytest.raises(ConfigError, match=rule):

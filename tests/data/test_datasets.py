@@ -47,6 +47,21 @@ def test_a_folder_a_glob_and_a_uri_of_parquet_are_the_same(hub):
         assert np.array_equal(first.test.labels, other.test.labels)
 
 
+@pytest.mark.parametrize("test_file", ["test-0", "test_0", "validation-0", "test"])
+def test_files_of_a_test_set_are_not_trained_on_whatever_the_others_are_called(tmp_path, test_file):
+    write_parquet(tmp_path / "part-0.parquet", pictures(8), [0, 1] * 4)
+    write_parquet(tmp_path / "testament.parquet", pictures(2), [0, 1])
+    write_parquet(tmp_path / f"{test_file}.parquet", pictures(4), [0] * 4)
+    data = load(str(tmp_path))
+    assert (data.train.num_samples, data.test.num_samples) == (10, 4)
+
+
+def test_a_file_that_is_given_alone_is_the_training_set_whatever_its_name(tmp_path):
+    write_parquet(tmp_path / "test-0.parquet", pictures(40), [0, 1] * 20)
+    data = load(str(tmp_path / "test-0.parquet"))
+    assert (data.train.num_samples, data.test.num_samples) == (36, 4)
+
+
 def test_one_parquet_file_is_split_by_the_seed(hub):
     path = str(hub / "train-00000-of-00002.parquet")
     write_parquet(path, pictures(40), list(range(4)) * 10)

@@ -184,7 +184,7 @@ def test_the_runtime_environment_has_raydl_and_time_for_the_last_checkpoint():
 
 def test_the_users_file_adds_packages_and_variables_to_the_jobs_environment(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("pip: [transformers]\nenv_vars: {HF_HUB_OFFLINE: '1'}\npy_modules: [mine]\n")
+    path.write_text("pip: [transformers]\nenv_vars: {HF_HUB_OFFLINE: '1'}\n")
     env = make_runtime_env(
         package=Path("/here/raydl"),
         working_dir=None,
@@ -194,7 +194,7 @@ def test_the_users_file_adds_packages_and_variables_to_the_jobs_environment(tmp_
         users=read_runtime_env(str(path)),
     )
     assert env["pip"] == {"packages": ["tyro", "transformers"]}
-    assert env["py_modules"] == ["/here/raydl", "mine"]
+    assert env["py_modules"] == ["/here/raydl"]
     assert env["env_vars"]["HF_HUB_OFFLINE"] == "1"
     assert env["env_vars"]["RAYDL_SUBMISSION"] == "s1"
 
@@ -218,7 +218,11 @@ def test_the_users_packages_are_installed_without_those_of_raydl_too(tmp_path):
     [
         ("pip: [", "is no YAML or JSON"),
         ("- pip", "must have fields by name"),
-        ("working_dir: .", "has a working_dir; pass it as --working-dir"),
+        ("working_dir: .", "has working_dir; pass it as --working-dir"),
+        ("py_modules: [mine]", "has py_modules; put the code into the folder of --working-dir"),
+        ("excludes: [data]", "has excludes; list the files in .rayignore"),
+        ("env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '9'}", "pass it as --stop-grace-s"),
+        ("pip: ['--extra-index-url https://me:secret@host/simple']", "a URI with credentials"),
         ("pip: requirements.txt", "must list packages, as in pip: [transformers]"),
         ("pip: {pip_check: true}", "must list packages"),
         ("env_vars: [A=1]", "must have env_vars by name"),

@@ -29,7 +29,7 @@ from raydl.core.reports import Outcome
 from raydl.core.scores import score_of
 from raydl.core.worker_group import Evaluated, Lost, Published
 from raydl.elastic.run_state import State
-from raydl.errors import ConfigError, RaydlError
+from raydl.errors import ConfigError, RaydlError, ShapeError
 from raydl.run.control_channel import read_status
 from raydl.run.evaluate import score_run
 from raydl.run.local_worker_group import LocalWorkerGroup
@@ -417,6 +417,30 @@ def by_metric(folder, metric):
 def test_the_best_center_of_a_run_is_that_of_a_metric_of_the_users_task(tmp_path):
     metrics = by_metric(tmp_path / "run", "f1").fit().metrics
     assert metrics["best"]["f1"] == max(one["f1"] for one in metrics["evaluations"])
+
+
+def test_derived_metrics_may_be_tensors(tmp_path):
+    class WithTensors(F1):
+        def derived(self, means):
+            return {"f1": torch.tensor(super().derived(means)["f1"])}
+
+    run = by_metric(tmp_path / "run", "f1")
+    run.task = WithTensors("mlp")
+    metrics = run.fit().metrics
+    assert all(type(one["f1"]) is float for one in metrics["evaluations"])
+    assert (tmp_path / "run/result.json").exists()
+
+
+def test_a_derived_metric_that_is_no_number_is_refused_before_the_run(tmp_path):
+    class WithCurve(F1):
+        def derived(self, means):
+            return {"f1": torch.zeros(3)}
+
+    run = by_metric(tmp_path / "run", "f1")
+    run.task = WithCurve("mlp")
+    rule = r"the derived metric f1 must be one number, but it has shape \[3\]"
+    with pytest.raises(ShapeError, match=rule):
+        run.fit()
 
 
 def test_a_metric_that_the_task_does_not_measure_is_refused_before_the_run(tmp_path):
