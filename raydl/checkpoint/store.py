@@ -499,7 +499,8 @@ class CheckpointStore:
             try:
                 self._read(name)
             except CheckpointError as error:
-                damage.append(str(error))
+                if self._has_manifest(name):  # else the run has deleted it meanwhile
+                    damage.append(str(error))
         damage += [f"checkpoint {self._path(n)}: has no manifest" for n in self.without_manifest()]
         if self._storage.exists(TRAINED):
             try:

@@ -179,7 +179,7 @@ def _check_beta(config: TrainConfig, method: Method) -> None:
     """Hold beta within the stability limits at flat curvature; see ``rules``."""
     if not isinstance(method.rule, Elastic):
         return
-    beta = config.method.beta
+    beta = getattr(method.rule, "beta", config.method.beta)  # of a user's own instance
     if method.is_sync and beta > 1:
         raise ConfigError(
             "method.beta",

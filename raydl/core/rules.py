@@ -56,8 +56,12 @@ def squared_distance(a: Tensor, b: Tensor, *, scratch: Tensor) -> float:
 
 
 def moving_rate(beta: float, num_workers: int) -> float:
-    """Return alpha = beta / p; compute it again whenever p changes."""
-    return beta / num_workers
+    """Return alpha = beta / p; compute it again whenever p changes.
+
+    Losses may leave fewer workers than the minimum for which beta was checked: alpha stays within
+    ``moving_rate_limit_in_turn`` at zero curvature, beyond which the distances grow.
+    """
+    return min(beta / num_workers, 1.0)
 
 
 def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:

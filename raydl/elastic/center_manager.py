@@ -25,6 +25,7 @@ class CenterManager:
         worker_group: the processes.
         config: the run's settings.
         first_round: the round that the center starts from.
+        is_first_scored: whether the center of that round needs no score.
         clock: seconds, rising.
     """
 
@@ -34,6 +35,7 @@ class CenterManager:
         config: TrainConfig,
         *,
         first_round: int,
+        is_first_scored: bool = True,
         clock: Callable[[], float],
     ) -> None:
         self.published: tuple[int, ...] = ()
@@ -58,7 +60,7 @@ class CenterManager:
         self._lacking_since: float | None = None
         self.collecting_from: frozenset[str] = frozenset()
         """Workers whose kept states are being collected for a checkpoint."""
-        self._evaluating = self._evaluated = first_round
+        self._evaluating = self._evaluated = first_round - (not is_first_scored)
         self._scored: set[int] = set()
         self._num_scored = 0
         self.progress_at = clock()

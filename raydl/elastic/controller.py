@@ -91,6 +91,7 @@ class Controller:
         method: the run's method.
         recorder: shows and stores the results.
         first_round: the round that the center starts from.
+        is_first_scored: whether the center of that round needs no score.
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
         first_generation: number of the last generation before this start.
         first_cuts: cuts of the learning rate before this start.
@@ -107,6 +108,7 @@ class Controller:
         recorder: Recorder,
         *,
         first_round: int,
+        is_first_scored: bool = True,
         own_states: dict[str, Any],
         first_generation: int = 0,
         first_cuts: int = 0,
@@ -150,7 +152,11 @@ class Controller:
             clock=clock,
         )
         self._center_manager = CenterManager(
-            worker_group, config, first_round=first_round, clock=clock
+            worker_group,
+            config,
+            first_round=first_round,
+            is_first_scored=is_first_scored,
+            clock=clock,
         )
         self._failure = RunFailure(config.elastic, self._log)
         self._policy = self._make_policy()
@@ -447,7 +453,9 @@ class Controller:
             elif number <= _LOGGED_SCORES or number % 10 == 0:
                 self._log(f"an evaluation was abandoned, {number} in a row: {reason}")
         elif task.startswith("saved state of"):
-            self._log(f"{task.removeprefix('saved state of ')} starts from the center: {reason}")
+            worker_id = task.removeprefix("saved state of ")
+            self._worker_pool.note_state_unreadable(worker_id)
+            self._log(f"{worker_id} starts from the center: {reason}")
         elif task.startswith("state of"):
             self._worker_pool.note_handed_in(task.removeprefix("state of "), None, reason)
         elif task.startswith("handover to"):

@@ -493,7 +493,7 @@ class RendezvousServer(CenterEndpoint):
         """
         with self._lock:
             if not self._job.method.is_sync:
-                return self._starts.pop(worker_id, None)
+                return self._starts.get(worker_id)  # again if the answer is lost
             if invitation.source is None and self._copy is None:
                 raise AttachError(
                     self._name,
@@ -502,6 +502,11 @@ class RendezvousServer(CenterEndpoint):
                 )
             is_newest = self._copy_generation == invitation.generation
             return self._copy if invitation.source is None or is_newest else None
+
+    def forget_start(self, worker_id: str) -> None:
+        """Release the snapshot that a worker starts from: it has arrived there."""
+        with self._lock:
+            self._starts.pop(worker_id, None)
 
     def first_non_trainable(self) -> NonTrainable:
         """Return the non-trainable state that new workers begin with; call it after ``fetch``."""

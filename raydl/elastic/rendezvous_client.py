@@ -126,8 +126,10 @@ class RendezvousClient:
         while (invitation := server.poll_invitation(self.worker_id, last, age)) is None:
             time.sleep(_POLL_EVERY_S)
         self._current = current = _Participation(invitation.generation)
-        # Copies of equal age are equal, except those of new workers.
-        is_equal = self._has_entered and invitation.source is not None and age == invitation.age
+        # Copies of equal age are equal, except those of new workers, and those of a worker that
+        # missed a generation: the others may have trained other samples up to the same age.
+        is_member = self._has_entered and last == invitation.generation - 1
+        is_equal = is_member and invitation.source is not None and age == invitation.age
         has_newest = is_equal or invitation.source == self.worker_id
         # Until it enters, its own copy is stale: the others continue from another one.
         is_current = has_newest or age == invitation.age != NO_COPY
@@ -169,6 +171,8 @@ class RendezvousClient:
             if current.signal is Signal.OVER:
                 raise ExchangeError(0, invitation.generation, "the center did not arrive")
             time.sleep(_POLL_EVERY_S)
+        if not self._in_rounds:
+            server.forget_start(self.worker_id)
         return snapshot
 
     def _send_heartbeats(self, server: RendezvousServer) -> None:

@@ -51,14 +51,16 @@ class WorkerPool:
         self._worker_group = worker_group
         self._config = config
         self._worker_registry = worker_registry
-        self._own_states = dict(own_states)
-        self._saved_order = list(own_states)
+        self._max_workers = max(1, config.scaling.max_workers)
+        # A later replacement must not get the id and the old state of one that is not resumed.
+        worker_registry.reserve_ids(own_states)
+        self._saved_order = list(own_states)[: self._max_workers]
+        self._own_states = {w: own_states[w] for w in self._saved_order}
         self._handed_in: list[SavedState] = []
         self._handover_since: dict[str, float | None] = {}
         """By newcomer, when it began to read a leaver's replica; None once it has it."""
         self._hands_over = hands_over
         self._log = log
-        self._max_workers = max(1, config.scaling.max_workers)
         self._num_spares = config.scaling.spares
         self._do_spares_share = self._num_spares > 0 and set(config.scaling.resources()) <= {"CPU"}
         """Whether a spare that trains may share cores: it reserves no GPU, for example."""
@@ -72,7 +74,7 @@ class WorkerPool:
         self._errors = WorkerErrors(config.elastic, clock)
         self.is_requesting = True
         """Whether the run requests workers; near its end it does not."""
-        for worker_id in self._saved_order[: self._max_workers]:
+        for worker_id in self._saved_order:
             self._request(worker_id)
         self._request_missing()
 
@@ -385,6 +387,10 @@ class WorkerPool:
                 state = self._own_states[worker_id] = self._handed_in.pop(0)
                 self._handover_since[worker_id] = self._clock()
                 self._worker_group.hand_over(worker_id, state)
+
+    def note_state_unreadable(self, worker_id: str) -> None:
+        """Note that a worker of a resumed run could not read its state; it needs a replica."""
+        self._own_states.pop(worker_id, None)
 
     def note_taken_over(self, worker_id: str) -> None:
         """Note that a newcomer has read a leaver's replica."""

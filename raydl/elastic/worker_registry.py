@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,13 +160,18 @@ class WorkerRegistry:
         """Return how many workers with CPUs of their own a node has had at once; 0: unknown."""
         return self._num_places[node]
 
+    def reserve_ids(self, worker_ids: Iterable[str]) -> None:
+        """Give none of these ids to a new worker: they are of a checkpoint."""
+        numbers = [int(worker_id.lstrip("w")) for worker_id in worker_ids]
+        self._next_number = max(self._next_number, 1 + max(numbers, default=-1))
+
     def new_id(self) -> str:
         """Return an id that no worker of this run has had."""
         return f"w{self._next_number}"
 
     def add(self, worker_id: str, *, reserves_cpu: bool = True) -> None:
         """Add a worker that was requested."""
-        self._next_number = max(self._next_number, int(worker_id.lstrip("w")) + 1)
+        self.reserve_ids([worker_id])
         self._entries[worker_id] = WorkerEntry(
             worker_id, Phase.STARTING, self._clock(), reserves_cpu=reserves_cpu
         )

@@ -75,6 +75,7 @@ class AsyncStrategy:
         size, settings = weights.size, self._config.exchange
         fragments, compression = settings.fragments, settings.compression
         by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
+        self._context.redistribute_residuals(sorted(part for parts in by_shard for part in parts))
         mapped = self._open_cells()
         exchanges: list[Exchange] = []
         for start, stop in shard_spans(size, fragments):

@@ -354,6 +354,7 @@ class WorkerActor:
         self._abandoned = threading.Event()
         self._num_written, self._may_write = 0, threading.Event()
         self._fed = bytearray()
+        self._goes_on = False
         self._num_prepared = 0
         keep_freed_memory()
         torch.set_num_threads(job.config.scaling.num_threads)
@@ -411,7 +412,9 @@ class WorkerActor:
             goes_on: whether this worker starts from the state that it has: its own from a
                 checkpoint, or a leaver's replica.
         """
-        if not goes_on:
+        # In a generation that did not form it has not been used: the next one starts from it, too.
+        self._goes_on = self._goes_on or goes_on
+        if not self._goes_on:
             self._own_state = None  # it arrived too late
         with self._partition.both_ways():
             # OpenMP counts threads per calling thread.
@@ -459,11 +462,9 @@ class WorkerActor:
             transports.append(self._make_transport(membership, address))
             partners = self._make_partners(membership, address)
             transports += [partners] if partners else []
-            own_state, self._own_state = self._own_state, None
-            self._worker.join(
-                membership, self._gated(transports[0]), snapshot, own_state, self._gated(partners)
-            )
-            del own_state  # it may be as large as the replica
+            group, partners = self._gated(transports[0]), self._gated(partners)
+            self._worker.join(membership, group, snapshot, self._own_state, partners)
+            self._own_state = None  # it may be as large as the replica
             self._prepare_copy()
             outcome = self._worker.run_round()
             self._prepare_copy()

@@ -387,7 +387,9 @@ class Trainer:
                 config,
                 job.method,
                 recorder,
-                first_round=snapshot.progress.round,
+                first_round=(round := snapshot.progress.round),
+                # A driver may be killed between a checkpoint and its score.
+                is_first_scored=round == 0 or start.before.is_scored(round),
                 first_generation=snapshot.progress.generation,
                 first_cuts=snapshot.num_cuts,
                 own_states=start.own_states,

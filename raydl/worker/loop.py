@@ -182,8 +182,8 @@ class Worker:
     def run_round(self) -> Outcome:
         """Take the local steps up to the next exchange, exchange, and return the outcome.
 
-        After any exception the center is as before the round, and this worker may join the next
-        generation.
+        After an exception the center is as before the round; if only the loss of the last step was
+        not finite, the round is settled. This worker may join the next generation.
 
         Raises:
             ExchangeError: if the exchange failed.
@@ -202,7 +202,10 @@ class Worker:
         if keep is not None:
             state = self._state_dict()
             with self._lock:
+                self._kept.pop(keep, None)  # the newest comes last
                 self._kept[keep] = state
+                while len(self._kept) > _NUM_KEPT:
+                    del self._kept[next(iter(self._kept))]
         if decision.publishes:
             with self.parts.measure("host_device_parameters"):
                 snapshot = self.runner.center(is_kept=keep is not None)

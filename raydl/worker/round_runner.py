@@ -82,7 +82,7 @@ class RoundRunner:
         self._step = 0
         """Index of the next local step in the round."""
         self._num_pending = 0
-        self._is_sent_ahead = False
+        self._is_sent_ahead = self._is_settled = False
         self._sums = Header()
         self._opened_at = self._steps_since = (0.0, 0.0)
 
@@ -193,6 +193,7 @@ class RoundRunner:
             ExchangeError: if others timed out; call ``undo_round`` next.
         """
         strategy = self.entered()
+        self._is_settled = False
         if self._sync is not None:
             self._sync.step_s = self.step_s
             if len(strategy.exchanges) > 1:  # they commit one by one
@@ -266,9 +267,9 @@ class RoundRunner:
         """Close the round after its last step, and return the decision.
 
         Raises:
-            NonFiniteLossError: if the loss of one of its steps is NaN or infinite.
+            NonFiniteLossError: if the loss of one of its steps is NaN or infinite. The round is
+                settled all the same: its exchange has moved the center.
         """
-        self.losses.read(self.worker_id)
         if self._plan:
             began, waited_before = self._opened_at
             steps_since, waited_then = self._steps_since
@@ -278,11 +279,15 @@ class RoundRunner:
             self.step_s = max(0.0, in_steps_s) / len(self._plan)
             self.round_s = now - began
         decision = self.entered().settle(self._sums, self.local_step)
+        self._is_settled = True
         self.trained.keep_first(0)
+        self.losses.read(self.worker_id)
         return decision
 
     def undo_round(self) -> None:
         """Undo the committed parts of a failed round; its local steps stay in the replica."""
+        if self._is_settled:
+            return
         if self._sync is not None:
             self._sync.undo_round()
         self.replica.undo_()

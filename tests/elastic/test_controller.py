@@ -109,6 +109,18 @@ def test_losses_with_progress_between_them_are_not_in_a_row():
 
 
 @BOTH
+@pytest.mark.parametrize("is_first_scored", [True, False])
+def test_the_center_of_a_resumed_run_is_scored_if_the_earlier_driver_had_no_score_of_it(
+    is_sync, is_first_scored
+):
+    harness = ControllerHarness(is_sync=is_sync, first_round=40, is_first_scored=is_first_scored)
+    evaluated = []
+    harness.worker_group.evaluate = evaluated.append
+    harness.start().steps(2)
+    assert evaluated == ([] if is_first_scored else [40])
+
+
+@BOTH
 def test_a_center_lost_before_the_first_generation_restarts_from_its_first_state(is_sync):
     harness = ControllerHarness(is_sync=is_sync)
     assert harness.step(Lost("center", "the actor died")) == [("rebuild_center", None)]

@@ -144,6 +144,7 @@ class ControllerHarness:
         callbacks = more.pop("callbacks", ())
         optimizer = more.pop("optimizer", OptimizerConfig())
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
+        is_first_scored = more.pop("is_first_scored", True)
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
             scaling=ScalingConfig(
@@ -165,6 +166,7 @@ class ControllerHarness:
             self.recorder,
             first_round=first_round,
             first_generation=generation,
+            is_first_scored=is_first_scored,
             own_states=dict(own_states),
             faults=faults,
             callbacks=callbacks,
