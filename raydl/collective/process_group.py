@@ -97,9 +97,10 @@ class TorchGroup:
             raise
 
     def _connect(self, store: Any, host: str, tls: TlsFiles | None, *, has_pairs: bool) -> None:
+        self.store = store  # at once: it tells which members are late
         if tls is not None and not self._is_cuda:
-            store, host = self._through_tunnel(store, host, tls), GLOO_HOST
-        self.store = store
+            self.store = store = self._through_tunnel(store, host, tls)
+            host = GLOO_HOST
         # A tunnel needs all connections to be made while the group forms.
         can_be_ring = not (self._is_cuda or has_pairs or self._tunnel)
         is_ring = can_be_ring and self._num_workers > _MESH_UP_TO
@@ -107,15 +108,22 @@ class TorchGroup:
             self._peers = ()  # not connected yet
         # No local variable holds it: a raised error would keep a reference, so that abort()
         # could not free it.
-        self.process_group = (
-            _make_nccl(store, self._rank, self._num_workers, self._timeout)
-            if self._is_cuda
-            else make_gloo(
-                store, self._rank, self._num_workers, timeout=self._timeout, host=host, lazy=is_ring
+        try:
+            self.process_group = (
+                _make_nccl(store, self._rank, self._num_workers, self._timeout)
+                if self._is_cuda
+                else make_gloo(
+                    store,
+                    self._rank,
+                    self._num_workers,
+                    timeout=self._timeout,
+                    host=host,
+                    lazy=is_ring,
+                )
             )
-        )
-        if self._tunnel is not None:
-            store.is_forming = False
+        finally:
+            if self._tunnel is not None:
+                store.is_forming = False
         if is_ring:
             self._connect_ring()
         # Another thread may leave at any moment: it sets is_left, then reads process_group. This

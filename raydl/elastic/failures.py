@@ -25,9 +25,12 @@ class WorkerErrors:
         clock: seconds, rising.
     """
 
-    def __init__(self, config: ElasticConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: ElasticConfig, clock: Callable[[], float], *, is_in_process: bool = False
+    ) -> None:
         self._config = config
         self._clock = clock
+        self._is_in_process = is_in_process
         self._errors: list[tuple[float, str, str]] = []
         """(Time in seconds, origin, node)."""
         self._origins: dict[str, str] = {}
@@ -36,6 +39,8 @@ class WorkerErrors:
     def why_stop(self, worker_id: str, error: Exception) -> str:
         """Return why the first such error in a worker stops the run, or "" if it does not."""
         policy = self._config.on_worker_error
+        if self._is_in_process:
+            return f"{worker_id} raised {in_one_line(error)}"
         if policy == "stop":
             return f"{worker_id} failed, and elastic.on_worker_error is stop"
         if policy == "auto" and not isinstance(error, InfrastructureError):

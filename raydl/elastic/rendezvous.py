@@ -395,10 +395,19 @@ class RendezvousServer(CenterEndpoint):
         self._copy_generation = 0
         self._non_trainable: NonTrainable | None = None
         self._starts: dict[str, Snapshot] = {}
+        self._registered: dict[str, str] = {}
+        """Ids of the workers by their tokens."""
         self._members: frozenset[str] = frozenset()
 
-    def register(self, preferred_id: str | None, terms: Mapping[str, Any]) -> str:
+    def register(
+        self, preferred_id: str | None, terms: Mapping[str, Any], token: str | None = None
+    ) -> str:
         """Register a new worker; return its id: the preferred one, if it is free.
+
+        Args:
+            preferred_id: the id that it would like to have; None: any.
+            terms: its settings that all workers must share.
+            token: names this worker: if its answer was lost, it registers again.
 
         Raises:
             ConfigError: if its settings differ from those of the run.
@@ -411,7 +420,11 @@ class RendezvousServer(CenterEndpoint):
                     f"{self._terms.get(setting)}, got {value}",
                 )
         with self._lock:
-            return self._rendezvous.new_worker_id(preferred_id)
+            worker_id = self._registered.get(token) if token else None
+            worker_id = worker_id or self._rendezvous.new_worker_id(preferred_id)
+            if token:
+                self._registered[token] = worker_id
+            return worker_id
 
     def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the invitation of a waiting worker, or None if it is to poll again.

@@ -71,7 +71,8 @@ class WorkerPool:
         self._next_loss_from = 0
         """The first request number whose loss counts as a further one."""
         self._clock = clock
-        self._errors = WorkerErrors(config.elastic, clock)
+        is_in_process = config.scaling.max_workers == 0
+        self._errors = WorkerErrors(config.elastic, clock, is_in_process=is_in_process)
         self.is_requesting = True
         """Whether the run requests workers; near its end it does not."""
         for worker_id in self._saved_order:
@@ -90,11 +91,21 @@ class WorkerPool:
     def _request_missing(self) -> list[str]:
         """Request the workers and the spares that are missing; return their ids."""
         requested, registry = [], self._worker_registry
-        while self.is_requesting and registry.num_coming() < self._max_workers:
+        while self.is_requesting and self._num_workers_coming() < self._max_workers:
             worker_id = registry.new_id()
             self._request(worker_id)
             requested.append(worker_id)
         return requested + self._request_spares()
+
+    def _num_workers_coming(self) -> int:
+        """Return how many workers train or will train, besides the spares.
+
+        A spare that replaced a lost worker counts as a worker once the user has removed the spare
+        that followed it.
+        """
+        num_without_cpus = self._worker_registry.num_coming(reserves_cpu=False)
+        no_spares = max(0, num_without_cpus - self._num_spares)
+        return self._worker_registry.num_coming() + no_spares
 
     def _request_spares(self) -> list[str]:
         """Request the missing spares, once workers train: the start of those has priority.

@@ -630,8 +630,12 @@ class WorkerActor:
         return np.frombuffer(self._worker.held(round).read(start, num_bytes), np.uint8)
 
     @ray.method(concurrency_group="control")
-    def feed_state(self, piece: np.ndarray, written: Sum) -> None:
-        """Receive the next piece of this worker's state; with the last one, unpack all of them."""
+    def feed_state(self, start: int, piece: np.ndarray, written: Sum) -> None:
+        """Receive the piece of this worker's state from ``start`` on; unpack it with the last one.
+
+        An earlier state may have arrived in part.
+        """
+        del self._fed[start:]
         self._fed += piece.tobytes()
         if len(self._fed) >= written.num_bytes:
             data, self._fed = self._fed, bytearray()

@@ -204,7 +204,8 @@ class Transports:
         ).remote(self._name, self._job, self._terms)
         proxy = RendezvousProxy(self._name, self._actor)
         self._run_id = proxy.call("run_id", timeout_s=START_S)
-        worker_id = proxy.call("register", preferred_id, self._terms)
+        token = uuid.uuid4().hex
+        worker_id = proxy.call("register", preferred_id, self._terms, token)
         return cast(RendezvousServer, proxy), worker_id  # it has the same methods
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:

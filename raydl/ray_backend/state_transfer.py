@@ -234,9 +234,11 @@ def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | Non
 
 
 def _feed(worker: ActorHandle, saved: SavedState) -> None:
+    start = 0
     for piece in _joined(saved.storage.read_pieces(saved.name), PIECE_BYTES):
         array = np.frombuffer(piece, np.uint8)  # Ray sends arrays without another copy
-        ray.get(worker.feed_state.remote(array, saved.written), timeout=ANSWER_S)
+        ray.get(worker.feed_state.remote(start, array, saved.written), timeout=ANSWER_S)
+        start += len(piece)
     if not ray.get(worker.has_own_state.remote(), timeout=ANSWER_S):
         raise CheckpointError(saved.path, "is damaged: its checksum differs")
 

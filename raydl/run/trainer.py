@@ -136,6 +136,13 @@ def run_to_end(
     control_channel.report(view.status, at_once=True)
 
 
+def _own_states(start: Start, config: TrainConfig) -> dict[str, Any]:
+    """Return the states of workers to resume; the only worker of a process resumes the first."""
+    if config.scaling.max_workers == 0:
+        return dict(zip(["w0"], start.own_states.values(), strict=False))
+    return start.own_states
+
+
 def stop(controller: Controller) -> tuple[bool, str]:
     """Stop the run after its round, if it goes on; return (whether it stops, a sentence)."""
     if controller.state in (State.FINISHING, State.DONE):
@@ -392,7 +399,7 @@ class Trainer:
                 is_first_scored=round == 0 or start.before.is_scored(round),
                 first_generation=snapshot.progress.generation,
                 first_cuts=snapshot.num_cuts,
-                own_states=start.own_states,
+                own_states=_own_states(start, config),
                 faults=job.faults,
                 callbacks=(*callbacks_of(config), *self.callbacks),
             )

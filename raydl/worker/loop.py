@@ -38,6 +38,8 @@ from raydl.metrics import TimeParts
 from raydl.parameter_server.protocol import CenterClient
 from raydl.worker.round_runner import RoundRunner
 
+_NUM_KEPT = 2
+"""States kept for checkpoints at once; older ones are of votes that led to none."""
 LAST = -1
 """In place of a round: the last state of a worker that has left its loop for good."""
 
