@@ -252,7 +252,7 @@ class SyncStrategy:
             limits=Limits(
                 overlap=context.method.overlap and context.method.rule.sends is Sends.WEIGHTS,
                 may_compress=context.flat.weights.dtype == torch.float32
-                and may_compress(self._config),
+                and may_compress(self._config, context.method),
                 max_fragments=context.flat.weights.numel(),
             ),
             time_parts=context.time_parts,

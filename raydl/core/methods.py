@@ -175,11 +175,16 @@ def _check_deterministic(config: TrainConfig, method: Method) -> None:
         )
 
 
+def _beta_of(config: TrainConfig, method: Method) -> float:
+    """Return the beta of the rule, which may be a user's own instance."""
+    return getattr(method.rule, "beta", config.method.beta)
+
+
 def _check_beta(config: TrainConfig, method: Method) -> None:
     """Hold beta within the stability limits at flat curvature; see ``rules``."""
     if not isinstance(method.rule, Elastic):
         return
-    beta = getattr(method.rule, "beta", config.method.beta)  # of a user's own instance
+    beta = _beta_of(config, method)
     if method.is_sync and beta > 1:
         raise ConfigError(
             "method.beta",
@@ -225,7 +230,7 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
     if exchange.allreduce != "library":
         _check_allreduce(config, method)
     if parse_codec(exchange.compression).name != "none":
-        _check_compression(config)
+        _check_compression(config, method)
     for name in ("packed", "resident"):
         if not method.is_sync and not getattr(exchange, name):
             problem = f"can be turned off for sync methods only, not for {method.name}"
@@ -303,16 +308,16 @@ def _check_allreduce(config: TrainConfig, method: Method) -> None:
         )
 
 
-def may_compress(config: TrainConfig) -> bool:
+def may_compress(config: TrainConfig, method: Method) -> bool:
     """Whether the other settings allow compression in a synchronous method."""
     try:
-        _check_compression(config)
+        _check_compression(config, method)
     except ConfigError:
         return False
     return True
 
 
-def _check_compression(config: TrainConfig) -> None:
+def _check_compression(config: TrainConfig, method: Method) -> None:
     exchange = config.exchange
     if not exchange.packed:
         problem = "cannot be turned off with exchange.compression, which needs packed messages"
@@ -323,10 +328,10 @@ def _check_compression(config: TrainConfig) -> None:
             f"has no meaning with exchange.compression {exchange.compression}: compressed messages "
             f"are gathered, not reduced",
         )
-    if config.method.beta > 1:
+    if (beta := _beta_of(config, method)) > 1:
         raise ConfigError(
             "method.beta",
-            f"must be in (0, 1] with exchange.compression, got {config.method.beta}: messages are "
+            f"must be in (0, 1] with exchange.compression, got {beta}: messages are "
             f"then differences to an older center",
         )
 

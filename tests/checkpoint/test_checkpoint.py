@@ -293,6 +293,41 @@ def test_rounds_and_their_versions_are_ordered_as_numbers(tmp_path):
     assert store.read()[0].center["linear.weight"].eq(11).all()
 
 
+def test_no_attempt_gets_the_name_of_one_that_failed(tmp_path, monkeypatch):
+    """Its writes may still be under way, and replace those of the next one."""
+    store, folders = CheckpointStore(Storage(str(tmp_path))), []
+    write_files = store._write_files
+
+    def fail_once(folder, checkpoint):
+        folders.append(folder)
+        if len(folders) == 1:
+            raise OSError("the network is down")
+        return write_files(folder, checkpoint)
+
+    monkeypatch.setattr(store, "_write_files", fail_once)
+    with pytest.raises(CheckpointError, match="the network is down"):
+        store.write(make(7))
+    store.write(make(7))
+    assert len(set(folders)) == 2
+    assert store.read()[0].progress.round == 7
+
+
+def test_a_check_reports_no_checkpoint_that_the_run_has_deleted_meanwhile(tmp_path, monkeypatch):
+    store = CheckpointStore(Storage(str(tmp_path)), keep=2)
+    for round in (1, 2):
+        store.write(make(round))
+    checker = CheckpointStore(Storage(str(tmp_path)))
+    read = checker._read
+
+    def read_late(name):
+        if name.endswith("1"):
+            store.write(make(3))  # deletes it
+        return read(name)
+
+    monkeypatch.setattr(checker, "_read", read_late)
+    assert checker.find_damage() == []
+
+
 def cut(root, name, file_name="worker-w1.safetensors"):
     path = Path(root) / "checkpoints" / name / file_name
     path.write_bytes(path.read_bytes()[:-4])

@@ -352,6 +352,21 @@ def test_a_certificate_of_another_authority_raises_the_error_of_tls(members, fil
     assert "certificate verify failed" in errors[1]
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_member_that_waited_in_vain_for_others_behind_a_tunnel_tells_that_it_is_here(
+    members, files, monkeypatch, comes
+):
+    def time_out(*arguments, **more):
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(process_group, "make_gloo", time_out)
+    found = members(2, timeout_s=20.0 if comes else 0.5)
+    found.connect(found.groups if comes else found.groups[:1], hosts=HOSTS, tls=files)
+    store = found.groups[0].store
+    store.set("late/0/0", b"here")
+    assert store.check(["late/0/0"])
+
+
 class FakeTunnel:
     """A tunnel that records the ports to which it forwards."""
 

@@ -16,7 +16,7 @@ import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.core.custom_rule import check_rule, try_rule
 from raydl.core.methods import METHODS, resolve
-from raydl.core.rules import MeanGradient, Outer, Rule, Sends
+from raydl.core.rules import Elastic, MeanGradient, Outer, Rule, Sends
 from raydl.errors import ConfigError, ShapeError
 from raydl.tasks import Classification
 
@@ -213,6 +213,11 @@ def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
         "argument: 'rate'; give its arguments defaults, define from_config(config), or pass an "
         "instance in Python: Trainer(method=...)"
     )
+
+
+def test_beta_of_a_users_instance_is_checked_as_that_of_the_settings_is():
+    with pytest.raises(ConfigError, match=r"method.beta must be in \(0, 1\] for .*, got 2.0"):
+        resolve(TrainConfig(), rule=Elastic(2.0))
 
 
 @pytest.mark.parametrize(

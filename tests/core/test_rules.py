@@ -72,6 +72,10 @@ def test_the_moving_rate_is_beta_over_p():
     assert moving_rate(0.9, 3) == pytest.approx(0.3)
 
 
+def test_the_moving_rate_stays_within_its_limit_when_fewer_workers_are_left_than_beta():
+    assert moving_rate(2.0, 1) == moving_rate_limit_in_turn()
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
 @pytest.mark.parametrize(("share_of_limit", "is_stable"), [(0.98, True), (1.05, False)])
 def test_the_stability_limit_separates_convergence_from_divergence(

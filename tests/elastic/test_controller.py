@@ -76,6 +76,23 @@ def test_resumed_groups_are_the_groups_of_the_checkpoint_and_get_their_states():
     assert harness.worker_group.own_states == states
 
 
+@BOTH
+def test_a_run_resumed_with_fewer_workers_uses_no_state_and_no_id_of_the_others_later(is_sync):
+    states = {f"w{i}": {"number": i} for i in range(4)}
+    harness = ControllerHarness(2, is_sync=is_sync, own_states=states).start()
+    assert harness.worker_group.requested_states == {"w0": states["w0"], "w1": states["w1"]}
+    assert ("request_worker", "w4") in harness.step(Lost("w0", "the actor died"))
+    assert harness.worker_group.requested_states["w4"] is None
+
+
+def test_a_resumed_worker_that_cannot_read_its_state_may_get_the_replica_of_a_leaver():
+    harness = ControllerHarness(2, own_states={"w0": {"number": 0}, "w1": {"number": 1}})
+    harness.step(GaveUp("saved state of w1", "it is damaged"))
+    assert harness.log_lines[-1] == "w1 starts from the center: it is damaged"
+    harness.start()
+    assert harness.worker_group.own_states == {"w0": {"number": 0}}
+
+
 def test_waiting_is_bounded_and_the_log_gives_its_reason():
     harness = ControllerHarness().after(WorkerReady("w0"))
     harness.now = 6.0

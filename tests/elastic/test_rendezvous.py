@@ -5,14 +5,17 @@ import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
 from user_loops import Threads, equal_states, run_all, user_loop_config
 
 from raydl.config import MethodConfig
+from raydl.core.membership import Membership
 from raydl.core.methods import METHODS
-from raydl.elastic.rendezvous import NO_COPY, Rendezvous, Signal
+from raydl.elastic.rendezvous import NO_COPY, Invitation, Rendezvous, Signal
+from raydl.elastic.rendezvous_client import RendezvousClient, _Participation
 from raydl.errors import AttachError, ExchangeError
 
 LEASE_S, TIMEOUT_S = 10.0, 100.0
@@ -437,6 +440,58 @@ def test_the_next_worker_starts_from_the_center_of_the_last_one():
     model = torch.nn.Linear(4, 1)
     with loops.threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)):
         assert torch.equal(model.weight, center["weight"])
+
+
+def test_the_center_can_be_fetched_again_if_its_answer_was_lost():
+    loops = Loops("async-easgd", (1, 2), period=1)
+    loops.start("w0")
+    loops.wait_for_steps(["w0"], 1)
+    server = loops.threads.server
+    worker_id = server.register("w1", server._terms)
+    deadline = time.monotonic() + 20
+    while (invitation := server.poll_invitation(worker_id, 0, NO_COPY)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first = server.fetch(worker_id, invitation)
+    assert first is not None
+    assert server.fetch(worker_id, invitation) is first
+    server.forget_start(worker_id)
+    assert server._starts == {}
+    server.leave_rendezvous(worker_id, invitation.generation, False)
+    loops.stop()
+
+
+def test_a_worker_whose_answer_was_lost_registers_again_under_the_same_id():
+    loops = Loops("sync-easgd", (1, 3), period=1)
+    loops.start("w0")
+    loops.wait_for_steps(["w0"], 1)
+    server = loops.threads.server
+    first = server.register("w1", server._terms, "token 1")
+    assert server.register("w1", server._terms, "token 1") == first == "w1"
+    assert server.register("w1", server._terms, "token 2") != first
+    loops.stop()
+
+
+@pytest.mark.parametrize(("missed", "is_fetched"), [(0, False), (1, True)])
+def test_a_worker_that_missed_a_generation_fetches_the_center_though_its_copy_is_as_old(
+    missed, is_fetched
+):
+    """The others may have trained other samples up to the same age of the ledger."""
+    age, membership = (100, 7), Membership(6 + missed, ("w0", "w1"))
+    server = Mock()
+    server.poll_invitation.return_value = Invitation(membership, "w1", age)
+    client = RendezvousClient(
+        "run",
+        lambda preferred: (server, "w0"),
+        lambda *arguments: Mock(),
+        lease_s=60.0,
+        in_rounds=True,
+    )
+    client._server, client.worker_id, client._has_entered = server, "w0", True
+    client._current = _Participation(generation=5)
+    entry = client.enter(age, own=Mock(), own_non_trainable=Mock())
+    assert (entry.snapshot is not None) is is_fetched
+    assert server.fetch.called is is_fetched
 
 
 def fail_to_connect(worker_id, membership, abandoned):

@@ -256,6 +256,17 @@ def test_a_spare_that_is_removed_by_its_id_is_not_replaced():
     assert harness.steps(2) == []
 
 
+@BOTH
+def test_the_spare_after_one_that_trains_can_be_removed_for_good_too(is_sync):
+    harness = with_spare(is_sync=is_sync)
+    replace_lost(harness)
+    harness.step(WorkerReady("w3", "node"))
+    assert harness.controller.remove("w3") == (True, "w3 was ended; it was a spare")
+    assert [call for call in harness.steps(3) if call[0].startswith("request")] == []
+    calls = harness.step(Lost("w2", DIED)) + harness.steps(2)
+    assert ("request_worker", "w4") in calls, "two workers shall train"
+
+
 def test_a_run_that_ends_requests_no_more_spares():
     harness = with_spare()
     harness.step(*harness.end(Outcome.FINISHED, 8, "w0", "w1"), Published((0, 8)))

@@ -4,10 +4,12 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 from message_jobs import wait_for
 
+from raydl.core.compression import ErrorFeedback, parse_codec
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.data.ledger import Ledger
@@ -179,6 +181,22 @@ def test_a_center_restored_from_a_worker_assigns_the_claimed_samples_again():
     again.allow_rounds(10**6)
     assert again.run("w1") is Outcome.FINISHED
     assert again.coordinator.state()["progress"].num_samples == 96
+
+
+def test_what_a_codec_held_back_is_sent_though_a_resumed_run_has_other_shards():
+    config = job("async-diloco", compression="topk:0.1", center_shards=2)
+    ensemble = Ensemble(config, num_workers=1, images=tiny_images(96))
+    (worker,) = ensemble.workers
+    size = ensemble.flat.num_parameters
+    held_back = ErrorFeedback(parse_codec("topk:0.1"))
+    residual = torch.arange(float(size))
+    held_back.load_state_dict({"residual": residual})
+    worker.runner.feedback[0, size] = held_back
+    ensemble.join()
+    parts = sorted(worker.runner.feedback)
+    assert len(parts) == 2
+    after = torch.cat([worker.runner.feedback[part].residual for part in parts])
+    assert torch.equal(after, residual)
 
 
 def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):

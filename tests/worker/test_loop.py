@@ -1,5 +1,6 @@
 """The worker's loop: the same bits for a seed and after a resume, and decisions by vote."""
 
+import math
 import os
 
 import numpy as np
@@ -149,6 +150,31 @@ def test_a_nan_loss_names_worker_and_step():
     ensemble.workers[0].replica.flat.weights.fill_(float("nan"))
     with pytest.raises(NonFiniteLossError, match="nan at local step 2 of worker w0; lower"):
         ensemble.run()
+
+
+def test_a_nan_loss_in_the_step_of_an_exchange_leaves_the_round_settled(monkeypatch):
+    """The exchange sent the weights before that step, and has moved the center."""
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=5), num_workers=1).join()
+    ensemble.run(1)
+    (worker,) = ensemble.workers
+    replica, losses = worker.replica, iter([1.0, math.nan])
+    gradient = replica._own_gradient
+    monkeypatch.setattr(replica, "_own_gradient", lambda batch: gradient(batch) * next(losses))
+    with pytest.raises(NonFiniteLossError, match="nan at local step 4 of worker w0"):
+        ensemble.run(1)
+    center = worker.center()
+    assert (center.progress.round, center.progress.num_samples) == (2, 12)
+    assert torch.equal(replica.flat.weights, torch.tensor(center.weights))
+
+
+def test_a_worker_keeps_states_of_two_votes_for_a_checkpoint_at_most():
+    """A vote that a change of the members voids leads to no collection."""
+    ensemble = Ensemble(loop_config("sync-easgd", epochs=50), num_workers=1).join()
+    (worker,) = ensemble.workers
+    for _ in range(5):
+        worker.vote(1, checkpoint=1.0)
+        ensemble.run(1)
+    assert list(worker._kept) == [4, 5]
 
 
 def test_more_workers_than_samples_still_complete_the_epoch():
