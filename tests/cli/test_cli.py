@@ -12,6 +12,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+import torch
 from clocks import halt_the_clock
 from PIL import Image
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from raydl import cli
 from raydl.core.progress import Progress
+from raydl.data import Normalizer, load
 from raydl.metrics import TAGS, tag_of
 from raydl.metrics.tags import OWN_METRIC
 from raydl.models import MODELS, LeNet
@@ -26,6 +28,7 @@ from raydl.ray_backend import session as ray_session
 from raydl.run import control_channel as run_control_channel
 from raydl.run.control_channel import ControlChannel, RunStatus, WorkerStatus
 from raydl.storage import Storage
+from raydl.tasks import Classification, build_model
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
 
@@ -343,6 +346,23 @@ def test_evaluate_prints_the_accuracy_of_the_result(tmp_path, capsys):
     scores = json.loads(capsys.readouterr().out)
     assert scores["accuracy"] == result_of(run)["center_accuracy"]
     assert scores["loss"] == pytest.approx(result_of(run)["center_loss"])
+
+
+def test_evaluate_normalizes_other_images_as_those_that_the_run_was_trained_on(tmp_path, capsys):
+    digits = load("digits")
+    bright = digits.test.images // 2 + 100
+    sets = {"x_train": bright, "y_train": digits.test.labels}
+    np.savez(tmp_path / "bright.npz", x_test=bright, y_test=digits.test.labels, **sets)
+    run = tmp_path / "run"
+    train(run, "--epochs", "3", "--data", "digits")
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run), "--data", str(tmp_path / "bright.npz")]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    model = build_model(Classification("mlp"), digits.train.shape, seed=0)
+    model.load_state_dict(load_file(run / "center.safetensors"))
+    pictures = Normalizer.of(digits.train).normalized(torch.tensor(bright))
+    is_right = model(pictures).argmax(1) == torch.tensor(digits.test.labels)
+    assert scores["accuracy"] == pytest.approx(float(is_right.float().mean()))
 
 
 def test_two_runs_with_the_same_seed_write_the_same_weights(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from raydl import cli
 from raydl.config import RunConfig, TrainConfig
+from raydl.errors import ConfigError
 from raydl.run.folder import RunFolder
 from raydl.storage import Storage
 
@@ -16,6 +17,15 @@ def make_run_folder(tmp_path, name="run"):
     folder = RunFolder(TrainConfig(run=run))
     folder.path.mkdir(parents=True)
     return folder
+
+
+def test_a_new_run_does_not_continue_the_curves_of_another_one_on_this_machine(tmp_path):
+    folder = make_run_folder(tmp_path)
+    (folder.path / "metrics.jsonl").write_text("of another storage path\n")
+    sentence = "run on this machine holds the curves of another run"
+    with pytest.raises(ConfigError, match=sentence), folder.held(resume=False):
+        pass
+    assert not folder.storage.exists("config.json")
 
 
 def test_event_files_that_have_not_grown_are_not_copied_again(tmp_path, monkeypatch):
@@ -39,11 +49,11 @@ def test_event_files_that_have_not_grown_are_not_copied_again(tmp_path, monkeypa
 def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp_path):
     here, there = make_run_folder(tmp_path, "here"), make_run_folder(tmp_path, "there")
     event_file = here.path / "events.out.tfevents.1"
+    with here.held(resume=False):
+        here.write_config(TrainConfig())
     with open(event_file, "wb") as stream:
         for number in range(64):
             stream.write(bytes([number]) * (1 << 20))
-    with here.held(resume=False):
-        here.write_config(TrainConfig())
     tracemalloc.start()
     here.publish_events()
     there.load_earlier(TrainConfig())
