@@ -30,8 +30,8 @@ def train(arguments: Sequence[str]) -> int:
     result = Trainer.from_config(config).fit()
     metrics = result.metrics
     if result.stopped_by:
-        folder = result.path
-        if "://" in folder:  # --storage-path names its parent
+        folder = config.run.run_dir or result.path
+        if config.run.run_dir is None and config.run.storage_path is not None:  # it is the parent
             folder = f"{RUNS}/{parent_and_name(folder)[1]}"
         option = "" if config.run.name else f"--run-dir {folder} "
         print_lines(

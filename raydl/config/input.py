@@ -41,8 +41,8 @@ class InputConfig:
     """Samples of an epoch, for an iterable data set, whose length is not known; unset: its length
     if it has one."""
     shuffle_samples: int = 4096
-    """Samples to shuffle together: row groups of a streamed set are mixed until they hold this
-    many."""
+    """Samples to shuffle together, on average: row groups of a streamed set are mixed in blocks of
+    about this many."""
     num_threads: int = 2
     """Threads of a worker that decode streamed pictures of 128x128 pixels or more; one thread
     decodes smaller pictures faster."""

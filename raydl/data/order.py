@@ -121,7 +121,7 @@ class InBlocks:
     Args:
         sizes: samples in each row group, in the order of the set, each 1 or more.
         seed: seed of the orders.
-        block_samples: row groups are added to a block until it holds this many samples.
+        block_samples: a block ends where the samples so far pass a multiple of this number.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, *, block_samples: int) -> None:

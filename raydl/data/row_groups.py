@@ -219,7 +219,7 @@ class InRowGroups(Generic[_T]):
     Args:
         groups: the groups on storage.
         convert: converts the table and the number of a group to the cached value.
-        shuffle_samples: least samples of a block, the row groups that are shuffled together.
+        shuffle_samples: samples of a block, the row groups that are shuffled together, on average.
     """
 
     def __init__(

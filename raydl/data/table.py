@@ -48,7 +48,7 @@ class StreamedTable(InRowGroups[Columns]):
 
     Args:
         groups: the row groups on storage.
-        shuffle_samples: least rows of a block, the row groups that are shuffled together.
+        shuffle_samples: rows of a block, the row groups that are shuffled together, on average.
     """
 
     def __init__(self, groups: RowGroups, *, shuffle_samples: int) -> None:
