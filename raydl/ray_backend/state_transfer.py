@@ -97,7 +97,8 @@ class RayStateWrite:
                     num_before, received_at = num_bytes, time.monotonic()
                     note_answer()
                 elif time.monotonic() - received_at > SILENCE_S:
-                    return self._stop_worker()
+                    self._stop_worker()
+                    return None
             try:
                 written: Sum | None = ray.get(self.ref)
             except RayTaskError as error:

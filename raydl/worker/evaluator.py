@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from raydl.config import TrainConfig
-from raydl.core.callbacks import score_of
 from raydl.core.center import Snapshot
 from raydl.core.job import Job, first_model
 from raydl.core.non_trainable import NonTrainable
+from raydl.core.scores import score_of
 from raydl.core.worker_group import Evaluated
 from raydl.data import Batch, Batches
 from raydl.tasks import Predicts, Task, evaluate, in_precision, predict
