@@ -31,7 +31,8 @@ def train(arguments: Sequence[str]) -> int:
     metrics = result.metrics
     if result.stopped_by:
         folder = config.run.run_dir or result.path
-        if config.run.run_dir is None and config.run.storage_path is not None:  # it is the parent
+        is_kept = config.run.storage_path is not None or "://" in folder
+        if config.run.run_dir is None and is_kept:  # in the folder that --storage-path names
             folder = f"{RUNS}/{parent_and_name(folder)[1]}"
         option = "" if config.run.name else f"--run-dir {folder} "
         print_lines(

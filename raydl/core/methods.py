@@ -32,7 +32,6 @@ from raydl.core.rules import (
     Outer,
     Rule,
     Sends,
-    moving_rate,
     moving_rate_limit_in_turn,
 )
 from raydl.errors import ConfigError, ShapeError, UnknownNameError
@@ -192,7 +191,7 @@ def _check_beta(config: TrainConfig, method: Method) -> None:
             f"a larger value moves the center beyond the mean of the replicas",
         )
     fewest = max(1, config.scaling.min_workers)
-    if moving_rate(beta, fewest) > moving_rate_limit_in_turn():
+    if beta / fewest > moving_rate_limit_in_turn():
         raise ConfigError(
             "method.beta",
             f"must be at most the {fewest} workers of the smallest membership, got {beta}: "

@@ -60,11 +60,11 @@ class FullStorage(Storage):
 
     num_refusals = 0
 
-    def write_pieces(self, name, pieces):
+    def write_pieces(self, name, pieces, **options):
         if self.num_refusals:
             self.num_refusals -= 1
             raise OSError("no space left on device")
-        return super().write_pieces(name, pieces)
+        return super().write_pieces(name, pieces, **options)
 
 
 def test_a_best_center_that_could_not_be_written_is_written_later(tmp_path):

@@ -79,9 +79,9 @@ class FailingStorage(Storage):
             raise OSError("no space left on device")
         self.left -= 1
 
-    def write_pieces(self, name, pieces):
+    def write_pieces(self, name, pieces, **options):
         self._spend()
-        return super().write_pieces(name, pieces)
+        return super().write_pieces(name, pieces, **options)
 
     def move_dir(self, name, new_name):
         self._spend()
@@ -221,9 +221,9 @@ class KilledStorage(Storage):
             raise Killed  # also at each later change
         self.left -= 1
 
-    def write_pieces(self, name, pieces):
+    def write_pieces(self, name, pieces, **options):
         self._spend()
-        return super().write_pieces(name, pieces)
+        return super().write_pieces(name, pieces, **options)
 
     def move_dir(self, name, new_name):
         assert not self.is_object_store, "object stores cannot rename folders"
@@ -581,10 +581,10 @@ def test_files_of_a_crashed_write_are_deleted_before_the_next_write(tmp_path):
     (left / "center.safetensors").write_bytes(b"much")
 
     class Small(Storage):
-        def write_pieces(self, name, pieces):
+        def write_pieces(self, name, pieces, **options):
             if left.exists():
                 raise OSError("no space left on device")
-            return super().write_pieces(name, pieces)
+            return super().write_pieces(name, pieces, **options)
 
     CheckpointStore(Small(str(tmp_path))).write(make(10))
     assert CheckpointStore(Storage(str(tmp_path))).names() == ["round-00000010"]

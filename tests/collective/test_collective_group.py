@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from members import HOST, Center, FakeRay, Ranks
+from members import HOST, FakeCenter, FakeRay, Ranks
 from ray.exceptions import RayActorError
 
 from raydl.collective import ray_collective as collective
@@ -45,7 +45,7 @@ def test_an_address_names_run_and_generation():
 
 @pytest.fixture
 def center():
-    return Center()
+    return FakeCenter()
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_a_run_resumed_with_fewer_workers_uses_no_state_and_no_id_of_the_others_
 def test_a_resumed_worker_that_cannot_read_its_state_may_get_the_replica_of_a_leaver():
     harness = ControllerHarness(2, own_states={"w0": {"number": 0}, "w1": {"number": 1}})
     harness.step(GaveUp("saved state of w1", "it is damaged"))
-    assert harness.log_lines[-1] == "w1 starts from the center: it is damaged"
+    assert "w1 starts from the center: it is damaged" in harness.log_lines
     harness.start()
     assert harness.worker_group.own_states == {"w0": {"number": 0}}
 

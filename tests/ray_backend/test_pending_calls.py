@@ -1,5 +1,6 @@
 """The cause of a failed actor call in a few words, from the long messages of Ray."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +13,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from raydl.config import TrainConfig
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import RunEnded
@@ -68,6 +70,7 @@ class GroupWithoutProcesses(RayWorkerGroup):
         self._workers = {"w0": Mock()}
         self._collected, self._held = {}, (-1, ())
         self._newest_generation, self._rebuilt_in = 1, 0
+        self._job = SimpleNamespace(config=TrainConfig())
         self._backup = _Backup(is_needed=True)
         self.started_with = []
 

@@ -234,10 +234,10 @@ def test_a_worker_is_removed_by_the_uri_of_its_run(monkeypatch):
 class Cut(Storage):
     """A storage that fails at the manifest, the last file of a checkpoint."""
 
-    def write_pieces(self, name, pieces):
+    def write_pieces(self, name, pieces, **options):
         if name.endswith("manifest.json"):
             raise OSError("the network is down")
-        return super().write_pieces(name, pieces)
+        return super().write_pieces(name, pieces, **options)
 
 
 def test_a_checkpoint_that_was_cut_off_does_not_count_and_the_previous_one_stays():

@@ -160,7 +160,7 @@ def test_a_nan_loss_in_the_step_of_an_exchange_leaves_the_round_settled(monkeypa
     replica, losses = worker.replica, iter([1.0, math.nan])
     gradient = replica._own_gradient
     monkeypatch.setattr(replica, "_own_gradient", lambda batch: gradient(batch) * next(losses))
-    with pytest.raises(NonFiniteLossError, match="nan at local step 4 of worker w0"):
+    with pytest.raises(NonFiniteLossError, match="nan at local step 3 of worker w0"):
         ensemble.run(1)
     center = worker.center()
     assert (center.progress.round, center.progress.num_samples) == (2, 12)
