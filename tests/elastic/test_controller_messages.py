@@ -166,7 +166,8 @@ def test_claims_of_a_lost_worker_are_trained_before_the_run_ends():
     harness.step(Lost("w1", DIED))
     harness.step(Changed(), Published((41,), is_complete=False), scored(41))
     harness.steps(2)
-    assert harness.worker_group.calls == [] or harness.state is State.TRAINING
+    assert harness.worker_group.calls == []
+    assert harness.state is State.TRAINING
     assert harness.worker_group.formed[-1].worker_ids == ("w0",)
     assert harness.worker_group.formed[-1].generation == 3
     assert harness.controller.outcome is None

@@ -87,6 +87,9 @@ def check(worker_group, controller, recorder, scaling):
     assert numbers == list(range(1, len(numbers) + 1))
     formed = [e for e in recorder.events if e.startswith("generation ")]
     assert len(formed) == len(numbers) == controller.num_generations
+    forgotten = worker_group.forgotten
+    assert len(set(forgotten)) == len(forgotten), "the file of a replica is deleted once"
+    assert {*forgotten, *worker_group.handed_over} <= set(worker_group.handed_in)
     low = (
         scaling.min_workers if worker_group.is_sync else 0
     )  # by messages lost workers are removed before the replacements join
@@ -136,7 +139,8 @@ class SimulatedGroup:
         self.members: tuple[str, ...] = ()
         self.members_generation = 0
         self.num_faults = 0
-        self.taken, self.forgotten = [], []
+        self.handed_in, self.handed_over, self.forgotten = [], [], []
+        """Leavers by whose replica this happened."""
 
     # the protocol of a worker group
 
@@ -233,6 +237,7 @@ class SimulatedGroup:
 
         def send_state():
             if self.workers.get(worker_id) is worker and not worker.is_dead:
+                self.handed_in.append(worker_id)
                 self.events.append(HandedIn(worker_id, {"replica": worker_id}))
 
         self._after((0, 4), send_state)
@@ -241,7 +246,7 @@ class SimulatedGroup:
         worker = self.workers[worker_id]
         assert worker.is_up, "it is not up yet"
         assert not worker.has_strategy, "it has trained"
-        self.taken.append(state["replica"])
+        self.handed_over.append(state["replica"])
 
         def load_state():
             if self.workers.get(worker_id) is not worker or worker.is_dead:
