@@ -353,9 +353,9 @@ def pieces_of_driver(monkeypatch):
     """The names of workers' files that the driver writes itself."""
     write, names = Storage.write_pieces, []
 
-    def write_and_note(storage, name, pieces):
+    def write_and_note(storage, name, pieces, **options):
         names.extend([name] if "worker-" in name else [])
-        return write(storage, name, pieces)
+        return write(storage, name, pieces, **options)
 
     monkeypatch.setattr(Storage, "write_pieces", write_and_note)
     return names
