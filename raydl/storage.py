@@ -368,7 +368,7 @@ class Storage:
 
     def _upload(self, path: str, pieces: Iterable[Any]) -> Sum:
         """Write an object; if this fails, the earlier one stays."""
-        coming, start = iter(pieces), b""
+        coming, start = iter(pieces), bytearray()
         while len(start) <= _ONE_REQUEST_BYTES:
             piece = next(coming, None)
             if piece is None:

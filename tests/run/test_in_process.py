@@ -1,5 +1,7 @@
 """A run in one process, ``--workers 0``: it has one worker, and no other machine."""
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +35,38 @@ def test_the_error_of_the_users_code_is_raised_since_no_other_process_could_go_o
     )
     with pytest.raises(ZeroDivisionError, match="my own mistake"):
         trainer.fit()
+
+
+class DivergesAtItsEnd(raydl.Classification):
+    """A classification whose loss is NaN in one step."""
+
+    num_calls, bad_call = 0, 0
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self.num_calls += model.training
+        return loss * float("nan") if self.num_calls == self.bad_call else loss
+
+
+@pytest.mark.parametrize("bad_step", [5, 8, 9, 12])
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-easgd"])
+def test_a_run_whose_loss_is_nan_once_ends_also_if_that_was_its_last_step(
+    tmp_path, method, bad_step
+):
+    task = DivergesAtItsEnd("mlp")
+    task.bad_call = bad_step + 1  # the first call is that of the check before the run
+    result = raydl.Trainer(
+        task,
+        "synthetic:96",
+        method=raydl.MethodConfig(name=method, period=4),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        training=raydl.TrainingConfig(epochs=1, batch_size=8),
+        run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    events = json.loads((tmp_path / "run/status.json").read_text())["events"]
+    assert any(f"local step {bad_step - 1} of worker w0" in str(event) for event in events)
+    assert result.metrics["samples"] == 96
+    assert math.isfinite(result.metrics["center_loss"])
 
 
 def test_the_one_worker_resumes_the_first_state_whatever_the_id_of_its_worker():
