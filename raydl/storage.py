@@ -45,6 +45,11 @@ _CHUNK_BYTES = 4 << 20
 """Size of the pieces in which large files are read and written."""
 _ONE_REQUEST_BYTES = 4 << 20
 """Largest upload in one request: PyArrow sends no part of an S3 object below 5 MiB."""
+_COPIED_BYTES = 5 << 30
+"""Largest object that S3 copies by itself."""
+_NO_COPIES = r"(?i)not.?implemented|method.?not.?allowed"
+"""Answers of stores that cannot copy."""
+_UPLOAD = ".upload-"
 _SYNC_BYTES = 64 << 20
 """A local file is flushed each time that this many bytes were written."""
 _NO_ANSWER = r"NETWORK_CONNECTION|REQUEST_TIMEOUT|[Tt]imed out|[Tt]imeout"
@@ -367,28 +372,42 @@ class Storage:
             return written
 
     def _upload(self, path: str, pieces: Iterable[Any]) -> Sum:
-        """Write an object; if this fails, the earlier one stays."""
+        """Write an object; if this fails, the earlier one stays, unless it is above 5 GB on S3."""
         coming, start = iter(pieces), bytearray()
-        while len(start) <= _ONE_REQUEST_BYTES:
+        # PyArrow empties an object of Azure when it is opened.
+        most = _ONE_REQUEST_BYTES if self._filesystem.type_name != "abfs" else -1
+        while len(start) <= most:
             piece = next(coming, None)
             if piece is None:
                 return self._write(path, [start])
             start += memoryview(piece).cast("B")
-        temporary = posixpath.join(posixpath.dirname(path), f".upload-{uuid.uuid4().hex}")
+        temporary = posixpath.join(posixpath.dirname(path), f"{_UPLOAD}{uuid.uuid4().hex}")
         try:
             written = self._write(temporary, chain([start], coming))
             self._check_guard()  # writing may have taken long
-            self._copy_object(temporary, path)
+            self._copy_object(temporary, path, num_bytes=written.num_bytes)
         finally:
             with suppress(OSError):
                 self._filesystem.delete_file(temporary)
         return written
 
-    def _copy_object(self, source: str, target: str) -> None:
+    def delete_uploads(self) -> None:
+        """Delete the uploads that a process which was killed has left in this folder."""
+        if not self.is_object_store:
+            return
+        for name in self.list_dir(""):
+            if name.startswith(_UPLOAD):
+                with suppress(FileNotFoundError):  # its process lives, and has just copied it
+                    self.delete_file(name)
+
+    def _copy_object(self, source: str, target: str, *, num_bytes: int) -> None:
         """Copy an object within the store, or through this process if the store cannot."""
         try:
             self._filesystem.copy_file(source, target)
-        except OSError:  # S3 copies no object above 5 GB, and some stores copy none
+        except (OSError, NotImplementedError) as error:
+            if num_bytes <= _COPIED_BYTES and not re.search(_NO_COPIES, str(error)):
+                raise
+            self._check_guard()
             with self._filesystem.open_input_stream(source, compression=None) as stream:
                 self._write(target, iter(lambda: stream.read(_CHUNK_BYTES), b""))
 
@@ -533,7 +552,8 @@ class Storage:
                     os.link(source, target)
                     return
             elif self.is_object_store:
-                return self._copy_object(source, target)
+                num_bytes = self._filesystem.get_file_info(source).size or 0
+                return self._copy_object(source, target, num_bytes=num_bytes)
             self.write_pieces(new_name, self.read_pieces(name))
 
     def delete_dir(self, name: str) -> None:

@@ -103,7 +103,7 @@ def test_an_object_that_the_store_cannot_copy_is_copied_through_this_process(buc
             self.filesystem = filesystem
 
         def copy_file(self, source, target):
-            raise OSError("EntityTooLarge")
+            raise OSError("AWS Error NOT_IMPLEMENTED during CopyObject operation")
 
         def __getattr__(self, name):
             return getattr(self.filesystem, name)
@@ -112,6 +112,31 @@ def test_an_object_that_the_store_cannot_copy_is_copied_through_this_process(buc
     bucket.write_pieces("weights", [MIB] * 6)
     bucket.copy_file("weights", "copy")
     assert bucket.read_bytes("weights") == bucket.read_bytes("copy") == MIB * 6
+
+
+def test_uploads_that_a_killed_process_has_left_are_deleted(bucket):
+    for name in (".upload-1", ".upload-2"):
+        bucket.write_bytes(name, b"half")
+    bucket.delete_uploads()
+    assert bucket.list_dir("") == ["weights"]
+
+
+def test_a_failed_copy_of_an_upload_leaves_the_earlier_object(bucket, monkeypatch):
+    class Unreachable:
+        def __init__(self, filesystem):
+            self.filesystem = filesystem
+
+        def copy_file(self, source, target):
+            raise OSError("AWS Error NETWORK_CONNECTION during CopyObject operation")
+
+        def __getattr__(self, name):
+            return getattr(self.filesystem, name)
+
+    monkeypatch.setattr(bucket, "_filesystem", Unreachable(bucket._filesystem))
+    with pytest.raises(OSError, match="NETWORK_CONNECTION"):
+        bucket.write_pieces("weights", [MIB] * 6)
+    assert bucket.read_bytes("weights") == b"before"
+    assert bucket.list_dir("") == ["weights"]
 
 
 def test_a_program_that_is_killed_during_a_write_leaves_the_earlier_file(tmp_path):

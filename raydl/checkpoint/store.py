@@ -494,14 +494,18 @@ class CheckpointStore:
 
     def find_damage(self) -> list[str]:
         """Read all files of all checkpoints, and return a sentence for each damaged one."""
-        damage = []
+        errors = {}
         for name in self._whole():
             try:
                 self._read(name)
             except CheckpointError as error:
-                if self._has_manifest(name):  # else the run has deleted it meanwhile
-                    damage.append(str(error))
-        damage += [f"checkpoint {self._path(n)}: has no manifest" for n in self.without_manifest()]
+                errors[name] = str(error)
+        missing = self.without_manifest()
+        if errors or missing:
+            self._sleep(_PAUSE_S)  # a run that trains may be deleting them
+            missing = sorted({*missing} & {*self.without_manifest()}, key=_age)
+        damage = [error for name, error in errors.items() if self._has_manifest(name)]
+        damage += [f"checkpoint {self._path(name)}: has no manifest" for name in missing]
         if self._storage.exists(TRAINED):
             try:
                 self._refuse_late_center(*self._trained())

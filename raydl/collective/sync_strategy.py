@@ -492,7 +492,8 @@ class SyncStrategy:
             self._ledger.complete(worker)
         self._round += 1
         self._num_steps += self._round_steps
-        self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
+        if self._round_steps:  # else nothing was exchanged, and there are no sums
+            self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
         self.num_cuts += sums.lr_cut > 0
         outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON

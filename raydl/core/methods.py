@@ -176,7 +176,7 @@ def _check_deterministic(config: TrainConfig, method: Method) -> None:
 
 def _beta_of(config: TrainConfig, method: Method) -> float:
     """Return the beta of the rule, which may be a user's own instance."""
-    return getattr(method.rule, "beta", config.method.beta)
+    return method.rule.beta if isinstance(method.rule, Elastic) else config.method.beta
 
 
 def _check_beta(config: TrainConfig, method: Method) -> None:

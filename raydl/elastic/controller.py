@@ -231,7 +231,9 @@ class Controller:
         timeout_s, self._is_new_state = 0.0 if self._is_new_state else _POLL_S, False
         for event in self._worker_group.poll(timeout_s):
             self._on_event(event)
-        if self.outcome is not Outcome.STOPPED and self._failure.error is None:
+        # The start of the workers has priority over a score of the center that they start from.
+        has_begun = self._run is not None or self.state is State.FINISHING
+        if has_begun and self.outcome is not Outcome.STOPPED and self._failure.error is None:
             self._center_manager.evaluate_newest(is_end=self.state is State.FINISHING)
         for worker_id in self._worker_pool.lose_stuck():
             self._stop_waiting_for(worker_id)

@@ -109,9 +109,16 @@ class Generation:
         self.reports.pop(worker_id, None)
 
     def newest_end(self) -> RunEnded | None:
-        """Return the end of the member that got furthest, or None if none has ended."""
-        ends = self.ended.values()
-        return max(ends, key=lambda end: (end.round, end.num_changes), default=None)
+        """Return the end of the member that got furthest, or None if none has ended.
+
+        Of equal ones it is that of a member whose loop did not break: the loss of another one may
+        have been NaN in the last step.
+        """
+
+        def key(end: RunEnded) -> tuple[int, int, bool]:
+            return end.round, end.num_changes, end.outcome is not Outcome.BROKEN
+
+        return max(self.ended.values(), key=key, default=None)
 
     def outcome(self) -> Outcome:
         """Return the outcome of the generation, once its members have ended.

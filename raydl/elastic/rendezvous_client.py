@@ -132,7 +132,8 @@ class RendezvousClient:
         is_equal = is_member and invitation.source is not None and age == invitation.age
         has_newest = is_equal or invitation.source == self.worker_id
         # Until it enters, its own copy is stale: the others continue from another one.
-        is_current = has_newest or age == invitation.age != NO_COPY
+        is_new_copy = not self._has_entered and age == invitation.age != NO_COPY
+        is_current = has_newest or is_new_copy
         self._stale_age = None if is_current else own_age
         if invitation.source == self.worker_id:
             non_trainable = None if self._has_entered else own_non_trainable()

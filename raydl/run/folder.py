@@ -112,6 +112,7 @@ class RunFolder:
         with held(storage := self.storage, setting, check=check) as epoch:
             self.storage, self._epoch = storage.guarded(epoch.check), epoch
             try:
+                self.storage.delete_uploads()
                 yield
             finally:
                 self.storage, self._epoch = storage, None

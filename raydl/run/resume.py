@@ -141,7 +141,9 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
     """
     if num_before != order.num_samples:
         raise ConfigError(
-            "data", f"has {order.num_samples} training samples, but the run began with {num_before}"
+            "data",
+            f"has {order.num_samples} training samples, but the run began with {num_before}; in a "
+            f"folder of Parquet, files called test or validation are no training set any more",
         )
     if name_before and name_before != order.name:
         raise ConfigError(

@@ -455,6 +455,9 @@ class Trainer:
         config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.progress.num_samples if config.run.resume else None
         log = EventLog(make_reporter(config.run.progress, log_format=config.run.log_format))
+        # Before the first curve: without it a start counts as none, and can be repeated.
+        write = functools.partial(folder.write_config, config, normalization=normalization)
+        within(folder.storage, write, log=log.event)
         recorder = RunRecorder(
             config,
             num_train=snapshot.ledger["num_samples"],
@@ -476,8 +479,6 @@ class Trainer:
         )
         view.follow_recorder(recorder, log)
         try:
-            write = functools.partial(folder.write_config, config, normalization=normalization)
-            within(folder.storage, write, log=log.event)
             recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)

@@ -38,8 +38,6 @@ from raydl.metrics import TimeParts
 from raydl.parameter_server.protocol import CenterClient
 from raydl.worker.round_runner import RoundRunner
 
-_NUM_KEPT = 2
-"""States kept for checkpoints at once; older ones are of votes that led to none."""
 LAST = -1
 """In place of a round: the last state of a worker that has left its loop for good."""
 
@@ -206,7 +204,9 @@ class Worker:
             with self._lock:
                 self._kept.pop(keep, None)  # the newest comes last
                 self._kept[keep] = state
-                while len(self._kept) > _NUM_KEPT:
+                # A vote reaches the workers in different rounds. Older states are of votes that
+                # led to no checkpoint.
+                while len(self._kept) > self.runner.entered().place[1] + 2:
                     del self._kept[next(iter(self._kept))]
         if decision.publishes:
             with self.parts.measure("host_device_parameters"):

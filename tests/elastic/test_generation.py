@@ -50,6 +50,15 @@ def test_a_generation_is_idle_once_each_member_has_ended_or_was_lost():
     assert (run.is_idle, run.at_work) == (False, ("w0",))
 
 
+@pytest.mark.parametrize("order", [("w0", "w1"), ("w1", "w0")])
+def test_a_run_is_finished_although_the_loss_of_one_member_was_nan_in_the_last_step(order):
+    run = generation_of("w0", "w1")
+    outcomes = {"w0": Outcome.BROKEN, "w1": Outcome.FINISHED}
+    for worker_id in order:
+        add_end(run, worker_id, outcomes[worker_id])
+    assert run.outcome() is Outcome.FINISHED
+
+
 def test_a_generation_is_broken_when_an_exchange_did_not_complete():
     run = generation_of()
     add_end(run, "w0", Outcome.REGROUP)

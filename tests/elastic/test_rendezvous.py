@@ -494,6 +494,29 @@ def test_a_worker_that_missed_a_generation_fetches_the_center_though_its_copy_is
     assert server.fetch.called is is_fetched
 
 
+def test_a_copy_from_before_a_missed_generation_stays_stale_if_the_next_group_does_not_form():
+    age, server, connected = (100, 7), Mock(), []
+
+    def connect(worker_id, membership, abandoned):
+        connected.append(membership.generation)
+        if len(connected) == 1:
+            raise ExchangeError(0, membership.generation, "w1 was lost")
+        return Mock()
+
+    server.poll_invitation.side_effect = [
+        Invitation(Membership(generation, ("w0", "w1")), "w1", age) for generation in (7, 8)
+    ]
+    client = RendezvousClient(
+        "run", lambda preferred: (server, "w0"), connect, lease_s=60.0, in_rounds=True
+    )
+    client._server, client.worker_id, client._has_entered = server, "w0", True
+    client._current = _Participation(generation=5)
+    with pytest.raises(ExchangeError):
+        client.enter(age, own=Mock(), own_non_trainable=Mock())
+    assert client.enter(age, own=Mock(), own_non_trainable=Mock()).snapshot is not None
+    assert server.poll_invitation.call_args.args[2] == NO_COPY, "it is no source for others"
+
+
 def fail_to_connect(worker_id, membership, abandoned):
     raise ExchangeError(0, membership.generation, "the others were not reached")
 

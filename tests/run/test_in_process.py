@@ -48,10 +48,11 @@ class DivergesAtItsEnd(raydl.Classification):
         return loss * float("nan") if self.num_calls == self.bad_call else loss
 
 
+@pytest.mark.parametrize("limit", [{"epochs": 1}, {"steps": 12}])
 @pytest.mark.parametrize("bad_step", [5, 8, 9, 12])
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-easgd"])
 def test_a_run_whose_loss_is_nan_once_ends_also_if_that_was_its_last_step(
-    tmp_path, method, bad_step
+    tmp_path, method, bad_step, limit
 ):
     task = DivergesAtItsEnd("mlp")
     task.bad_call = bad_step + 1  # the first call is that of the check before the run
@@ -60,13 +61,15 @@ def test_a_run_whose_loss_is_nan_once_ends_also_if_that_was_its_last_step(
         "synthetic:96",
         method=raydl.MethodConfig(name=method, period=4),
         scaling=raydl.ScalingConfig(num_workers=0),
-        training=raydl.TrainingConfig(epochs=1, batch_size=8),
+        training=raydl.TrainingConfig(batch_size=8, **limit),
         run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
     ).fit()
     events = json.loads((tmp_path / "run/status.json").read_text())["events"]
     assert any(f"local step {bad_step - 1} of worker w0" in str(event) for event in events)
     assert result.metrics["samples"] == 96
     assert math.isfinite(result.metrics["center_loss"])
+    assert result.metrics["seconds"] > 0.0
+    assert all(score["seconds"] > 0.0 for score in result.metrics["evaluations"])
 
 
 def test_the_one_worker_resumes_the_first_state_whatever_the_id_of_its_worker():

@@ -167,14 +167,14 @@ def test_a_nan_loss_in_the_step_of_an_exchange_leaves_the_round_settled(monkeypa
     assert torch.equal(replica.flat.weights, torch.tensor(center.weights))
 
 
-def test_a_worker_keeps_states_of_two_votes_for_a_checkpoint_at_most():
+def test_states_that_a_worker_keeps_for_checkpoints_do_not_pile_up():
     """A vote that a change of the members voids leads to no collection."""
     ensemble = Ensemble(loop_config("sync-easgd", epochs=50), num_workers=1).join()
     (worker,) = ensemble.workers
-    for _ in range(5):
+    for _ in range(6):
         worker.vote(1, checkpoint=1.0)
         ensemble.run(1)
-    assert list(worker._kept) == [4, 5]
+    assert list(worker._kept) == [4, 5, 6]
 
 
 def test_more_workers_than_samples_still_complete_the_epoch():
