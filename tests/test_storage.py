@@ -70,7 +70,7 @@ def bucket(monkeypatch, tmp_path):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         with s3_client(url) as client:
             client.create_bucket(Bucket="bucket")
-        storage = Storage("s3://bucket/run")
+        storage = Storage(f"s3://bucket/{tmp_path.name}")  # the server keeps all buckets
         storage.write_bytes("weights", b"before")
         yield storage
 

