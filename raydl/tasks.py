@@ -395,11 +395,7 @@ def evaluate(
     model.train(was_training)
     if not num_evaluated:
         raise DataError("the test set", f"holds {num_samples} samples, none of which can be read")
-    return with_derived(task, {key: value / num_evaluated for key, value in sums.items()})
-
-
-def with_derived(task: Task, means: Mapping[str, float]) -> dict[str, float]:
-    """Return the means of the metrics, with those that the task derives from them."""
+    means = {key: value / num_evaluated for key, value in sums.items()}
     derived = task.derived(means) if isinstance(task, Derives) else {}
     return {**means, **{name: float(value) for name, value in derived.items()}}
 

@@ -97,18 +97,24 @@ def test_an_object_of_any_size_is_written_as_it_is(bucket, num_mib):
     assert bucket.list_dir("") == ["weights"]
 
 
+class WithoutCopies:
+    """A file system whose copies fail with an error."""
+
+    def __init__(self, filesystem, error):
+        self.filesystem, self.error = filesystem, error
+
+    def copy_file(self, source, target):
+        raise OSError(self.error)
+
+    def __getattr__(self, name):
+        return getattr(self.filesystem, name)
+
+
 def test_an_object_that_the_store_cannot_copy_is_copied_through_this_process(bucket, monkeypatch):
-    class WithoutCopies:
-        def __init__(self, filesystem):
-            self.filesystem = filesystem
-
-        def copy_file(self, source, target):
-            raise OSError("AWS Error NOT_IMPLEMENTED during CopyObject operation")
-
-        def __getattr__(self, name):
-            return getattr(self.filesystem, name)
-
-    monkeypatch.setattr(bucket, "_filesystem", WithoutCopies(bucket._filesystem))
+    filesystem = WithoutCopies(
+        bucket._filesystem, "AWS Error NOT_IMPLEMENTED during CopyObject operation"
+    )
+    monkeypatch.setattr(bucket, "_filesystem", filesystem)
     bucket.write_pieces("weights", [MIB] * 6)
     bucket.copy_file("weights", "copy")
     assert bucket.read_bytes("weights") == bucket.read_bytes("copy") == MIB * 6
@@ -122,17 +128,10 @@ def test_uploads_that_a_killed_process_has_left_are_deleted(bucket):
 
 
 def test_a_failed_copy_of_an_upload_leaves_the_earlier_object(bucket, monkeypatch):
-    class Unreachable:
-        def __init__(self, filesystem):
-            self.filesystem = filesystem
-
-        def copy_file(self, source, target):
-            raise OSError("AWS Error NETWORK_CONNECTION during CopyObject operation")
-
-        def __getattr__(self, name):
-            return getattr(self.filesystem, name)
-
-    monkeypatch.setattr(bucket, "_filesystem", Unreachable(bucket._filesystem))
+    filesystem = WithoutCopies(
+        bucket._filesystem, "AWS Error NETWORK_CONNECTION during CopyObject operation"
+    )
+    monkeypatch.setattr(bucket, "_filesystem", filesystem)
     with pytest.raises(OSError, match="NETWORK_CONNECTION"):
         bucket.write_pieces("weights", [MIB] * 6)
     assert bucket.read_bytes("weights") == b"before"

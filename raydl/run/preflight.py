@@ -82,7 +82,7 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
         raise ShapeError(task.name, f"does not accept {shape}: {error}") from error
     _check_names(task.name, names, model)
     _check_scores(config, scores)
-    scores = _with_derived(task, scores, num_samples_of(batch))
+    scores = _means_of(task, scores, num_samples_of(batch))
     if (metric := config.evaluation.metric) and scores and metric not in scores:
         raise UnknownNameError("evaluation.metric", metric, scores)
     moved = flat.non_trainable.moved_parameters()
@@ -219,7 +219,7 @@ def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
         )
 
 
-def _with_derived(task: Task, sums: Mapping[str, float], num_samples: int) -> dict[str, float]:
+def _means_of(task: Task, sums: Mapping[str, float], num_samples: int) -> dict[str, float]:
     """Return the scores of a batch, with the derived ones; {} if these need more samples.
 
     Raises:

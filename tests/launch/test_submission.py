@@ -157,14 +157,20 @@ def folder_to_upload(parent):
     return str(parent / "work")
 
 
-def test_the_runtime_environment_has_raydl_and_time_for_the_last_checkpoint():
-    env = make_runtime_env(
+def environment_of(*, working_dir=None, requirements=(), users=None):
+    """Return the runtime environment of a job."""
+    return make_runtime_env(
         package=Path("/here/raydl"),
-        working_dir=None,
-        requirements=(),
+        working_dir=working_dir,
+        requirements=requirements,
         stop_grace_s=60,
         submission="s1",
+        users=users,
     )
+
+
+def test_the_runtime_environment_has_raydl_and_time_for_the_last_checkpoint():
+    env = environment_of()
     assert env["py_modules"] == ["/here/raydl"]
     assert env["env_vars"] == {
         "RAY_JOB_STOP_WAIT_TIME_S": "60",
@@ -172,27 +178,14 @@ def test_the_runtime_environment_has_raydl_and_time_for_the_last_checkpoint():
         "RAYDL_SUBMISSION": "s1",
     }
     assert not {"working_dir", "pip"} & set(env)
-    env = make_runtime_env(
-        package=Path("/here/raydl"),
-        working_dir=".",
-        requirements=["tyro"],
-        stop_grace_s=60,
-        submission="s1",
-    )
+    env = environment_of(working_dir=".", requirements=["tyro"])
     assert (env["working_dir"], env["pip"]) == (".", {"packages": ["tyro"]})
 
 
 def test_the_users_file_adds_packages_and_variables_to_the_jobs_environment(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("pip: [transformers]\nenv_vars: {HF_HUB_OFFLINE: '1'}\n")
-    env = make_runtime_env(
-        package=Path("/here/raydl"),
-        working_dir=None,
-        requirements=["tyro"],
-        stop_grace_s=60,
-        submission="s1",
-        users=read_runtime_env(str(path)),
-    )
+    env = environment_of(requirements=["tyro"], users=read_runtime_env(str(path)))
     assert env["pip"] == {"packages": ["tyro", "transformers"]}
     assert env["py_modules"] == ["/here/raydl"]
     assert env["env_vars"]["HF_HUB_OFFLINE"] == "1"
@@ -202,14 +195,7 @@ def test_the_users_file_adds_packages_and_variables_to_the_jobs_environment(tmp_
 def test_the_users_packages_are_installed_without_those_of_raydl_too(tmp_path):
     path = tmp_path / "job.json"
     path.write_text('{"pip": {"packages": ["transformers"], "pip_check": false}}')
-    env = make_runtime_env(
-        package=Path("/here/raydl"),
-        working_dir=None,
-        requirements=(),
-        stop_grace_s=60,
-        submission="s1",
-        users=read_runtime_env(str(path)),
-    )
+    env = environment_of(users=read_runtime_env(str(path)))
     assert env["pip"] == {"packages": ["transformers"], "pip_check": False}
 
 
