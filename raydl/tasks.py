@@ -61,10 +61,10 @@ class Task(Protocol):
 
 @runtime_checkable
 class Predicts(Protocol):
-    """A task that predicts a class per input; only such tasks have examples in TensorBoard."""
+    """A task that predicts the class of a picture; only such tasks have examples in TensorBoard."""
 
     def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return a class for each input, int64, shape [B]."""
+        """Return a class for each picture, int64, shape [B]; called only for labelled pictures."""
         ...
 
 
@@ -85,21 +85,13 @@ class Derives(Protocol):
 class ChecksOutput(Protocol):
     """A task that checks before a run whether the output of a model fits the data."""
 
-    def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
-        """Raise a ShapeError if the output does not fit."""
-        ...
-
-
-@runtime_checkable
-class Exports(Protocol):
-    """A task that writes the trained center in a form of its own, too."""
-
-    def export(self, weights: Mapping[str, Tensor], folder: str) -> None:
-        """Write files into an empty local folder.
+    def check_output(self, model: nn.Module, inputs: Any, shape: DataShape) -> None:
+        """Raise a ShapeError if the output does not fit.
 
         Args:
-            weights: the center under the model's own names, on the CPU.
-            folder: the folder.
+            model: the model.
+            inputs: the inputs of a batch; of a table, all its columns by name.
+            shape: the shape of the data.
         """
         ...
 
@@ -542,7 +534,12 @@ class HuggingFace(LossFromForward):
         return sums
 
     def export(self, weights: Mapping[str, Tensor], folder: str) -> None:
-        """Write the center as a folder that ``from_pretrained`` reads."""
+        """Write the center as a folder that ``from_pretrained`` reads.
+
+        Args:
+            weights: the center under the model's own names, on the CPU.
+            folder: an empty local folder.
+        """
         self._local.save(weights, folder)
 
     def _labelled(self, batch: Batch) -> Batch:

@@ -58,6 +58,26 @@ def test_a_function_that_builds_a_model_and_a_loss_are_a_task(table, tmp_path):
     model.load_state_dict(load_file(tmp_path / "run" / "center.safetensors"))
 
 
+def test_a_task_on_a_table_may_have_the_further_methods_of_tasks(table, tmp_path):
+    columns = []
+
+    class Line(ModelAndLoss):
+        """A task on a table; ``export`` is a method of the user's own."""
+
+        def check_output(self, model, inputs, shape):
+            columns.append(sorted(inputs))
+
+        def predict(self, model, inputs):
+            raise AssertionError("no sample of a table is a picture")
+
+        def export(self, path):
+            raise AssertionError("raydl does not call it")
+
+    result = train(Line(line, cross_entropy), table, tmp_path)
+    assert result.metrics["center_loss"] < 0.2
+    assert columns == [["x", "y"]]
+
+
 def test_a_model_may_be_built_without_the_shape_of_the_data():
     task = ModelAndLoss(lambda: nn.Linear(3, 2), cross_entropy)
     assert task.build_model(SHAPE).out_features == 2

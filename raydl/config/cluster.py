@@ -23,8 +23,8 @@ class ScalingConfig:
     """Number of workers and their resources, named as in Ray Train."""
 
     num_workers: int | tuple[int, int] = field(default=2, metadata={"flag": "workers"})
-    """Workers: N, or MIN:MAX to start with MIN and add workers up to MAX; 0: train in this process,
-    without Ray."""
+    """Workers: N, or MIN:MAX to train with as many as there is room for, at least MIN and at most
+    MAX; 0: train in this process, without Ray."""
     cpus_per_worker: float = field(default=1.0, metadata={"flag": "cpus-per-worker"})
     """CPUs that each worker reserves; also its number of compute threads, at least one."""
     gpus_per_worker: float = field(default=0.0, metadata={"flag": "gpus-per-worker"})

@@ -1,4 +1,4 @@
-"""Custom update rules: loaded, checked and tried before any process starts.
+"""Custom update rules: loaded, checked and tried before any actor starts.
 
 Some mistakes in a rule would show late or never: a center that does not move, or state that a
 resumed run lacks. So a copy of the rule takes a few steps on small tensors first.

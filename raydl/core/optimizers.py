@@ -360,7 +360,7 @@ def _own_schedule(name: str) -> Callable[[float], float]:
     return schedule
 
 
-# checks before any process starts
+# checks before any actor starts
 
 
 def check_lr_schedule(config: OptimizerConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -68,6 +68,7 @@ def checked_set(
     *,
     source: str,
     class_names: Sequence[str] | None = None,
+    locate: Locate | None = None,
 ) -> ImageSet:
     """Return an image set after checks.
 
@@ -76,6 +77,7 @@ def checked_set(
         labels: integers, shape [N].
         source: the file or folder, for messages.
         class_names: names of the classes; None: numbers from 0 to the largest label.
+        locate: locates a row in the files; None: it is a row of ``source``.
 
     Raises:
         DataError: if there are no pictures, more or fewer labels, or a label out of range.
@@ -87,10 +89,11 @@ def checked_set(
     names = tuple(class_names or ()) or tuple(str(k) for k in range(int(labels.max()) + 1))
     wrong = np.flatnonzero((labels < 0) | (labels >= len(names)))
     if len(wrong):
-        row = int(wrong[0])
+        label = int(labels[wrong[0]])
+        place, row = locate(int(wrong[0])) if locate else (source, int(wrong[0]))
         raise DataError(
-            source,
-            f"row {row} has label {int(labels[row])}; labels must be 0 to {len(names) - 1} "
+            place,
+            f"row {row} has label {label}; labels must be 0 to {len(names) - 1} "
             f"({len(names)} classes)",
         )
     return ImageSet(images, labels.astype(np.int64), names)
@@ -169,32 +172,43 @@ _THREAD_PICTURES = 256
 """Pictures that a thread decodes per task."""
 
 
-def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarray:
+Locate = Callable[[int], tuple[str, int | None]]
+"""Returns (the file for messages, the row in it) of a row of a set; None: the file is the row."""
+
+
+def decode_all(encoded: Iterable[bytes], *, count: int, locate: Locate) -> np.ndarray:
     """Return uint8 pictures, shape [count, C, H, W]: C = 1 for grayscale, 3 for color.
 
     The first picture sets the channels and the size of all.
 
+    Args:
+        encoded: the pictures.
+        count: their number.
+        locate: locates the row of a picture in the files.
+
     Raises:
-        DataError: with the row, if a picture does not decode or has another size.
+        DataError: with file and row, if a picture does not decode or has another size.
     """
     iterator = iter(encoded)
     first = next(iterator)
-    mode = mode_of(first, 0, source=source)
-    picture = decode_one(first, 0, mode=mode, source=source)
+    source, row = locate(0)
+    mode = mode_of(first, row, source=source)
+    picture = decode_one(first, row, mode=mode, source=source)
     images = np.empty((count, *picture.shape), np.uint8)
     images[0] = picture
 
     def decode_rows(rows: list[tuple[int, bytes]]) -> None:
-        for row, data in rows:
+        for index, data in rows:
+            source, row = locate(index)
             picture = decode_one(data, row, mode=mode, source=source)
             if picture.shape != images.shape[1:]:
                 size, first_size = ("x".join(map(str, p.shape[1:])) for p in (picture, images[0]))
                 raise DataError(
                     source,
-                    f"the picture in row {row} is {size}, but the first one is {first_size} "
+                    f"{_picture_in(row)} is {size}, but the first one is {first_size} "
                     f"(height x width); all must have one size",
                 )
-            images[row] = picture
+            images[index] = picture
 
     rows = zip(range(1, count), iterator, strict=False)
     tasks = iter(lambda: list(islice(rows, _THREAD_PICTURES)), [])
@@ -210,7 +224,7 @@ def decodes_in_threads(shape: tuple[int, ...]) -> bool:
     return math.prod(shape[1:]) >= _MIN_PIXELS
 
 
-def mode_of(data: bytes, row: int, *, source: str) -> str:
+def mode_of(data: bytes, row: int | None, *, source: str) -> str:
     """Return Pillow's mode to decode a set with this picture in: L (grayscale) or RGB.
 
     Raises:
@@ -220,7 +234,7 @@ def mode_of(data: bytes, row: int, *, source: str) -> str:
         return "L" if image.mode in ("1", "L", "I", "I;16", "LA") else "RGB"
 
 
-def decode_one(data: bytes, row: int, *, mode: str, source: str) -> np.ndarray:
+def decode_one(data: bytes, row: int | None, *, mode: str, source: str) -> np.ndarray:
     """Return one picture, uint8, shape [C, H, W].
 
     Raises:
@@ -231,17 +245,22 @@ def decode_one(data: bytes, row: int, *, mode: str, source: str) -> np.ndarray:
             # A conversion to its own mode is a copy: a quarter of the time of a small picture.
             pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(source, f"the picture in row {row} does not decode: {error}") from error
+        raise DataError(source, f"{_picture_in(row)} does not decode: {error}") from error
     return pixels[None] if mode == "L" else np.moveaxis(pixels, 2, 0)
 
 
-def _open(data: bytes, row: int, *, source: str) -> Image.Image:
+def _open(data: bytes, row: int | None, *, source: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data))
     except (UnidentifiedImageError, OSError) as error:
-        raise DataError(source, f"row {row} is not a picture that Pillow knows") from error
+        subject = "it" if row is None else f"row {row}"
+        raise DataError(source, f"{subject} is not a picture that Pillow knows") from error
     except Image.DecompressionBombError as error:  # a few kB may claim more than the memory holds
-        raise DataError(source, f"the picture in row {row} is too large: {error}") from error
+        raise DataError(source, f"{_picture_in(row)} is too large: {error}") from error
+
+
+def _picture_in(row: int | None) -> str:
+    return "the picture" if row is None else f"the picture in row {row}"
 
 
 _PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".pgm", ".ppm")
@@ -255,7 +274,9 @@ def read_class_folders(folder: Place) -> ImageSet:
     """
     pictures, labels, names = labelled_files(folder)
     images = decode_all(
-        (picture.read() for picture in pictures), count=len(pictures), source=folder.name
+        (picture.read() for picture in pictures),
+        count=len(pictures),
+        locate=lambda index: (pictures[index].name, None),
     )
     return checked_set(images, labels, source=folder.name, class_names=names)
 

@@ -217,12 +217,20 @@ def read_pictures(groups: FileGroups) -> ImageSet:
     Raises:
         DataError: if one cannot be read or has a wrong label.
     """
-    table = labelled_pictures(groups.read_all(), source=groups.source)
-    labels = table["label"].to_numpy()
+    tables = [
+        labelled_pictures(groups.read(number), source=groups.name(number))
+        for number in range(len(groups.index))
+    ]
+    with arrow_errors(groups.source, "files differ in their columns"):
+        table = pa.concat_tables(tables)
     encoded = (value.as_py() for chunk in table["image"].chunks for value in chunk)
-    images = decode_all(encoded, count=table.num_rows, source=groups.source)
-    names = class_names_of(groups.schema)
-    return checked_set(images, labels, source=groups.source, class_names=names)
+    return checked_set(
+        decode_all(encoded, count=table.num_rows, locate=groups.locate),
+        table["label"].to_numpy(),
+        source=groups.source,
+        class_names=class_names_of(groups.schema),
+        locate=groups.locate,
+    )
 
 
 def labelled_pictures(

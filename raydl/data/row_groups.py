@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -89,6 +92,15 @@ class FileGroups(ABC):
         """Return the file and the row group, for messages."""
         file, group = self.index[number]
         return f"{self.files[file].name}, {self.unit} {group}"
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """Return (the file and the row group for messages, the row in the group) of a row."""
+        number = bisect_right(self._ends, row)
+        return self.name(number), row - (self._ends[number] - self.sizes[number])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
 
     def select(self: _Files, numbers: Sequence[int]) -> _Files:
         """Return some of the row groups."""

@@ -36,6 +36,11 @@ class DataShape:
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of one sample by column of a table, () for a number."""
 
+    @property
+    def has_labelled_pictures(self) -> bool:
+        """Whether a sample is a picture with a class."""
+        return len(self.input_shape) == 3 and self.num_classes > 0
+
     def __str__(self) -> str:
         if self.columns:
             return f"rows of {', '.join(self.columns)}"

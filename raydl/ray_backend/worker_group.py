@@ -100,7 +100,7 @@ class _Backup:
         """Set the state that a center starts from, or that of a checkpoint."""
         self.state, self.version, self._is_final = state, version, False
 
-    def distrust(self, state: Any, version: int) -> None:
+    def revert(self, state: Any, version: int) -> None:
         """Go back to the state of a checkpoint until the center restarts, since it has diverged.
 
         Its optimizer may have diverged before its weights did.
@@ -556,7 +556,7 @@ class RayWorkerGroup:
         error = original(task_error)
         self._setups.end(call.who)  # if it was the setup that failed
         if isinstance(error, NonFiniteCenterError):
-            self._backup.distrust(*self._kept_optimizer)
+            self._backup.revert(*self._kept_optimizer)
         if call.who == "evaluator":
             self._end_evaluator()
             if isinstance(error, InfrastructureError):
@@ -640,7 +640,7 @@ class RayWorkerGroup:
         # A worker may notice late that the former center had diverged.
         is_of_former = ended.generation <= self._rebuilt_in
         if isinstance(ended.error, NonFiniteCenterError) and not is_of_former:
-            self._backup.distrust(*self._kept_optimizer)
+            self._backup.revert(*self._kept_optimizer)
         return [ended]
 
     def dismiss(self, worker_id: str) -> None:

@@ -2,15 +2,15 @@
 
     runs/NAME/driver-epochs/00000003-5f0c9a1e.json    the third start: its process and time
 
-When a start holds the run's folder, it claims the next number, its driver epoch, with a record
+When a start holds the run's folder, it takes the next number, its driver epoch, with a record
 that is never deleted or overwritten. A driver may be halted for so long that another one takes
 over the run. When it resumes, it finds the other's record before it changes a file, and ends.
 
 This needs no conditional writes, only that a list shows all earlier writes, as on disks, S3, GCS
-and Azure. Each start first writes its record and then lists all: if two claim one number, the
+and Azure. Each start first writes its record and then lists all: if two take one number, the
 second to list sees the other's record and withdraws.
 
-Another start may still claim an epoch between a check and the write after it. So files that may be
+Another start may still take an epoch between a check and the write after it. So files that may be
 written then have the epoch in their names (``raydl.checkpoint.store``) or in their contents.
 """
 
@@ -48,8 +48,8 @@ class DriverEpoch:
         self._over: SupersededError | None = None
 
     @classmethod
-    def claim_next(cls, storage: Storage, holder: Mapping[str, Any]) -> DriverEpoch | None:
-        """Claim the next epoch of a run; return None if another driver did at the same time.
+    def take_next(cls, storage: Storage, holder: Mapping[str, Any]) -> DriverEpoch | None:
+        """Take the next epoch of a run; return None if another driver did at the same time.
 
         Args:
             storage: the run's folder, which this driver holds.

@@ -1,16 +1,16 @@
 """The lock of a run's folder: one driver at a time, each start with a number of its own.
 
 On a disk the driver holds a lock on ``driver.lock``, which the system releases when the process
-ends. Where there are no locks, as on an object store, it writes a claim:
+ends. Where there are no such locks, as on an object store, it writes a lock object:
 
     runs/NAME/drivers/ID/driver.json     process, time, and a rising number, the heartbeat
 
-The driver writes its claim again every few seconds. A claim that does not change is that of a dead
-driver. Every driver writes its claim before it lists those of others, so of two that start
+The driver writes its lock object again every few seconds. One that does not change is that of a
+dead driver. Every driver writes its own before it lists those of others, so of two that start
 together at least one sees the other; the first by name keeps the folder.
 
-Both can fail for a driver that is halted: another one gets its lock or claim, and then it resumes.
-So each start also claims a driver epoch: see ``raydl.run.driver_epoch``.
+Both can fail for a driver that is halted: another one gets its lock, and then it resumes. So each
+start also takes a driver epoch: see ``raydl.run.driver_epoch``.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from raydl.run.driver_epoch import DriverEpoch
 from raydl.storage import Storage, in_words
 
 BEAT_S = 2.0
-"""Seconds between two writes of a claim."""
+"""Seconds between two writes of a lock object."""
 STALE_S = 10.0
-"""Seconds without a change after which a claim is that of a lost driver."""
+"""Seconds without a change after which a lock object is that of a lost driver."""
 POLL_S = 0.25
-"""Seconds between two reads of the claims of others."""
+"""Seconds between two reads of the lock objects of others."""
 LOCK_POLL_S = 3.0
 """Seconds between two attempts to get a lock."""
 LOCK = "driver.lock"
-_CLAIMS = "drivers"
+_LOCK_OBJECTS = "drivers"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -58,7 +58,7 @@ def held(
     Args:
         storage: the run's folder.
         setting: the dotted name of the setting that names the folder, for the error.
-        check: inspects the folder once it is held; if it raises an error, no epoch is claimed, so
+        check: inspects the folder once it is held; if it raises an error, no epoch is taken, so
             the run in the folder stays with its driver.
 
     Raises:
@@ -69,32 +69,32 @@ def held(
     if lock is not None:
         try:
             check()
-            epoch = _claim_epoch(storage, setting)
+            epoch = _take_epoch(storage, setting)
             _write_holder(storage, setting, lock, epoch)
             with _watched(epoch):
                 yield epoch
         finally:
             os.close(lock)  # the file stays: after its deletion two drivers could lock two files
         return
-    claim = _Claim(storage)
+    lock_object = _LockObject(storage)
     try:
-        claim.claim_folder(setting)
+        lock_object.acquire(setting)
         check()
-        claim.epoch = epoch = _claim_epoch(storage, setting)
+        lock_object.epoch = epoch = _take_epoch(storage, setting)
         with _watched(epoch):
             yield epoch
     finally:
-        claim.release()
+        lock_object.release()
 
 
-def _claim_epoch(storage: Storage, setting: str) -> DriverEpoch:
-    """Claim the next driver epoch of a folder that is held.
+def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
+    """Take the next driver epoch of a folder that is held.
 
     Raises:
-        ConfigError: another driver claimed one at the same time, or the folder cannot be written.
+        ConfigError: another driver took one at the same time, or the folder cannot be written.
     """
     try:
-        epoch = DriverEpoch.claim_next(storage, _this_process())
+        epoch = DriverEpoch.take_next(storage, _this_process())
     except OSError as error:
         problem = f"{storage.root} cannot be written: {in_words(error)}"
         raise ConfigError(setting, problem) from error
@@ -175,7 +175,7 @@ def wait_until_free(
     """Wait while the lock is held by another driver, or by a dead one on a file server.
 
     Returns after ``wait_s`` seconds at the latest; ``held`` then reports the holder. Creates no
-    file, and ignores claims on an object store, since ``held`` waits for those.
+    file, and ignores lock objects, since ``held`` waits for those.
     """
     if storage.local_path is None:
         return
@@ -210,7 +210,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
-    """Return the error for a folder in use; ``data`` is the content of a lock file or claim."""
+    """Return the error for a folder in use; ``data`` is the content of a lock file or object."""
     try:
         record = json.loads(data)
         holder = f"{record['driver']} since {record['since']}"
@@ -223,8 +223,8 @@ def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
     )
 
 
-class _Claim:
-    """This driver's claim on a folder of an object store; a thread writes its heartbeats.
+class _LockObject:
+    """This driver's lock on a folder of an object store; a thread writes its heartbeats.
 
     Args:
         storage: the run's folder.
@@ -239,26 +239,26 @@ class _Claim:
         """The epoch of this driver, once it has one."""
         self._ended = threading.Event()
         # A daemon: a store that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._keep, name="run-claim", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
 
-    def claim_folder(self, setting: str) -> None:
-        """Claim the folder, unless a living driver has claimed it.
+    def acquire(self, setting: str) -> None:
+        """Lock the folder, unless a living driver has locked it.
 
         Raises:
             ConfigError: one has, or the folder cannot be read or written.
         """
         try:
-            for name in self._stale_claims(setting):
-                self._storage.delete_dir(f"{_CLAIMS}/{name}")
+            for name in self._stale_locks(setting):
+                self._storage.delete_dir(f"{_LOCK_OBJECTS}/{name}")
             self._write()
             self._thread.start()
             until = time.monotonic() + STALE_S
             while others := self._others():
                 if min(others) < self._name or time.monotonic() > until:
                     raise _in_use(self._storage, setting, self._read(min(others)))
-                time.sleep(POLL_S)  # a later driver sees this claim and ends
+                time.sleep(POLL_S)  # a later driver sees this lock and ends
         except OSError as error:
-            problem = f"{self._storage.root} cannot be claimed: {in_words(error)}"
+            problem = f"{self._storage.root} cannot be locked: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def release(self, *, timeout_s: float = 5.0) -> None:
@@ -271,26 +271,26 @@ class _Claim:
         while not self._ended.wait(BEAT_S):
             try:
                 if self.epoch is not None:
-                    self.epoch.check()  # do not restore a claim that another driver has deleted
+                    self.epoch.check()  # do not restore a lock that another driver has deleted
                 self._write()
             except SupersededError:
                 return  # another driver has the folder: there is nothing to release
             except OSError:  # the next heartbeat tries again
                 pass
         with suppress(OSError):
-            self._storage.delete_dir(f"{_CLAIMS}/{self._name}")
+            self._storage.delete_dir(f"{_LOCK_OBJECTS}/{self._name}")
 
     def _write(self) -> None:
         self._beat += 1
         number = {"driver_epoch": self.epoch.number} if self.epoch else {}
         data = json.dumps({**self._process, **number, "beat": self._beat}).encode()
-        self._storage.write_bytes(f"{_CLAIMS}/{self._name}/driver.json", data)
+        self._storage.write_bytes(f"{_LOCK_OBJECTS}/{self._name}/driver.json", data)
 
-    def _stale_claims(self, setting: str) -> list[str]:
-        """Return the claims of others after reading them long enough without a change.
+    def _stale_locks(self, setting: str) -> list[str]:
+        """Return the lock objects of others after reading them long enough without a change.
 
         Raises:
-            ConfigError: a claim has changed.
+            ConfigError: one has changed.
         """
         first = {name: self._read(name) for name in self._others()}
         # Counted, not timed: a process that was halted meanwhile has read nothing.
@@ -307,11 +307,11 @@ class _Claim:
         return list(first)
 
     def _others(self) -> list[str]:
-        return [name for name in self._storage.list_dir(_CLAIMS) if name != self._name]
+        return [name for name in self._storage.list_dir(_LOCK_OBJECTS) if name != self._name]
 
     def _read(self, name: str) -> bytes:
-        """Return the content of a claim, empty if it was released meanwhile."""
+        """Return the content of a lock object, empty if it was released meanwhile."""
         try:
-            return self._storage.read_bytes(f"{_CLAIMS}/{name}/driver.json")
+            return self._storage.read_bytes(f"{_LOCK_OBJECTS}/{name}/driver.json")
         except FileNotFoundError:
             return b""

@@ -1,4 +1,4 @@
-"""Tries model and task with two samples before any process starts.
+"""Tries model and task with two samples before any actor starts.
 
 A model or a task may be the user's own code. Errors that it raises keep their traceback; what it
 returns is checked here, and a mistake is reported in one sentence.
@@ -73,7 +73,8 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
         with in_precision(config.training.precision, flat.weights.device):
             if isinstance(task, ChecksOutput):
                 with torch.no_grad(), torch.random.fork_rng(devices=()):  # for dropout
-                    task.check_output(model, batch[0], shape)
+                    inputs = batch if isinstance(batch, Mapping) else batch[0]
+                    task.check_output(model, inputs, shape)
             _check_loss(task.name, task.loss(model, batch))
             if method.needs_all_gradients:
                 _check_gradients(task, flat, first_samples(batches, config.training.batch_size))

@@ -77,7 +77,6 @@ from raydl.run.resume import Start
 from raydl.run.view import EventLog, RunView
 from raydl.storage import Storage, entered_within, within
 from raydl.tasks import (
-    Exports,
     HuggingFace,
     ModelAndLoss,
     OwnFactory,
@@ -593,14 +592,14 @@ def _finish(
     }
     if lacks_score:  # the newest score is that of an earlier center
         metrics |= {"center_accuracy": None, "center_loss": None}
-    if isinstance(task, Exports):  # before the result, which marks the run as complete
+    if isinstance(task, HuggingFace):  # before the result, which marks the run as complete
         _export(task, start)
     within(start.folder.storage, lambda: start.folder.write_result(metrics))
     return _result_of(start, metrics)
 
 
-def _export(task: Exports, start: Start) -> None:
-    """Write the newest center in the task's own form to the folder ``model`` of the run."""
+def _export(task: HuggingFace, start: Start) -> None:
+    """Write the newest center as a model of transformers to the folder ``model`` of the run."""
     storage = start.folder.storage
     if not within(storage, start.store.names):
         return

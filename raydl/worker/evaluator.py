@@ -100,7 +100,7 @@ class Evaluator:
             self._job.task, self._flat.model, self._test, config, rows=self._rows, note=self._note
         )
         predicted: tuple[int, ...] = ()
-        if isinstance(self._job.task, Predicts):  # a task with classes
+        if isinstance(self._job.task, Predicts) and self._test.samples.shape.has_labelled_pictures:
             with in_precision(config.training.precision, self._flat.weights.device):
                 pictures, _ = self._test.batch(example_rows(self._test.num_samples))
                 predicted = predict(self._job.task, self._flat.model, pictures)

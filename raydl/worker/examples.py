@@ -42,7 +42,7 @@ class Examples:
         self._pictures: list[Image.Image] = []
         self._labels: list[int] = []
         self._names = samples.shape.class_names
-        if len(samples.shape.input_shape) == 3 and samples.shape.num_classes:
+        if samples.shape.has_labelled_pictures:
             pictures, labels = samples.fetch(example_rows(samples.num_samples))
             self._pictures = [_picture(picture) for picture in _as_bytes(pictures).numpy()]
             self._labels = labels.tolist()

@@ -279,6 +279,33 @@ def test_broken_input_is_reported_in_one_sentence(tmp_path, case, sentence):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("bad", "label", "sentence"),
+    [
+        (b"not a picture", 0, "row 2 is not a picture"),
+        (png(pictures(1, (7, 7))[0]), 0, "the picture in row 2 is 7x7"),
+        (png(pictures(1)[0]), None, "column 'label' is null in row 2"),
+        (png(pictures(1)[0]), -1, "row 2 has label -1"),
+    ],
+)
+def test_a_bad_sample_is_located_in_its_own_file(tmp_path, bad, label, sentence):
+    good = [*map(png, pictures(4))]
+    write_parquet(tmp_path / "train-0.parquet", good, [0] * 4)
+    write_parquet(tmp_path / "train-1.parquet", [*good[:2], bad, good[3]], [0, 0, label, 0])
+    with pytest.raises(DataError, match=rf"train-1\.parquet, row group 0: {sentence}"):
+        load(str(tmp_path))
+
+
+def test_a_picture_file_that_does_not_decode_is_named(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for index, picture in enumerate(pictures(6)):
+            (tmp_path / name / f"{index}.png").write_bytes(png(picture))
+    (tmp_path / "dog" / "3.png").write_bytes(b"not a picture")
+    with pytest.raises(DataError, match=r"dog/3\.png: it is not a picture"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("case", ["missing", "idx without test", "glob without match"])
 def test_a_run_and_info_report_missing_data_alike(tmp_path, case):
     source = broken(tmp_path, case)

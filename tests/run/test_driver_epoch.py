@@ -30,7 +30,7 @@ def records(path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", [Storage, Objects])
-def test_each_start_that_holds_a_folder_claims_the_next_epoch(tmp_path, kind):
+def test_each_start_that_holds_a_folder_takes_the_next_epoch(tmp_path, kind):
     for number in (1, 2, 3):
         with hold.held(kind(str(tmp_path)), "run.run_dir") as epoch:
             assert epoch.number == number
@@ -39,7 +39,7 @@ def test_each_start_that_holds_a_folder_claims_the_next_epoch(tmp_path, kind):
     assert [name.split("-")[0] for name in records(tmp_path)] == [f"{n:08d}" for n in (1, 2, 3)]
 
 
-def test_a_start_that_is_refused_claims_no_epoch(tmp_path):
+def test_a_start_that_is_refused_takes_no_epoch(tmp_path):
     config = TrainConfig(run=RunConfig(run_dir=str(tmp_path / "run")))
     with RunFolder(config).held(resume=False):
         pass
@@ -54,18 +54,18 @@ def test_a_run_without_records_continues_the_epochs_in_its_folder(tmp_path, name
     (tmp_path / "config.json").write_text("{}")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert DriverEpoch.claim_next(Storage(str(tmp_path)), ME).number == number
+    assert DriverEpoch.take_next(Storage(str(tmp_path)), ME).number == number
 
 
-def test_of_many_drivers_that_claim_an_epoch_together_no_two_get_the_same(tmp_path):
+def test_of_many_drivers_that_take_an_epoch_together_no_two_get_the_same(tmp_path):
     start, taken = threading.Barrier(8), []
 
-    def claim_epochs():
+    def take_epochs():
         start.wait(timeout=10)
         for _ in range(5):
-            taken.append(DriverEpoch.claim_next(Storage(str(tmp_path)), ME))
+            taken.append(DriverEpoch.take_next(Storage(str(tmp_path)), ME))
 
-    threads = [threading.Thread(target=claim_epochs) for _ in range(8)]
+    threads = [threading.Thread(target=take_epochs) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -75,25 +75,25 @@ def test_of_many_drivers_that_claim_an_epoch_together_no_two_get_the_same(tmp_pa
     assert len(numbers) == len(set(numbers))
 
 
-def test_a_driver_that_is_halted_while_it_claims_an_epoch_claims_none(tmp_path):
+def test_a_driver_that_is_halted_while_it_takes_an_epoch_takes_none(tmp_path):
     class Halted(Storage):
-        """Another driver claims the epoch after this one has read it and before it writes."""
+        """Another driver takes the epoch after this one has read it and before it writes."""
 
         def write_bytes(self, name, data):
-            assert DriverEpoch.claim_next(Storage(str(tmp_path)), OTHER).number == 1
+            assert DriverEpoch.take_next(Storage(str(tmp_path)), OTHER).number == 1
             super().write_bytes(name, data)
 
-    assert DriverEpoch.claim_next(Halted(str(tmp_path)), ME) is None
+    assert DriverEpoch.take_next(Halted(str(tmp_path)), ME) is None
     (name,) = records(tmp_path)
     assert json.loads((tmp_path / FOLDER / name).read_text()) == {**OTHER, "driver_epoch": 1}
 
 
 def test_the_error_of_a_superseded_driver_names_its_successor(tmp_path):
     storage = Storage(str(tmp_path))
-    epoch = DriverEpoch.claim_next(storage, ME)
+    epoch = DriverEpoch.take_next(storage, ME)
     epoch.check()
     epoch.raise_if_over()
-    DriverEpoch.claim_next(storage, OTHER)
+    DriverEpoch.take_next(storage, OTHER)
     epoch.raise_if_over()  # it has not checked yet
     with pytest.raises(SupersededError) as caught:
         epoch.check()
@@ -108,13 +108,13 @@ def test_a_driver_notices_by_itself_that_its_epoch_is_over(tmp_path, monkeypatch
     monkeypatch.setattr(hold, "BEAT_S", 0.02)
     storage, deadline = Objects(str(tmp_path)), time.monotonic() + 30.0
     with hold.held(storage, "run.run_dir") as epoch:
-        DriverEpoch.claim_next(storage, OTHER)
+        DriverEpoch.take_next(storage, OTHER)
         while not epoch.is_over:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        (claim,) = (tmp_path / "drivers").iterdir()
-        storage.delete_dir(f"drivers/{claim.name}")  # as the driver that takes over does
-    assert list((tmp_path / "drivers").iterdir()) == [], "it claims nothing any more"
+        (lock_object,) = (tmp_path / "drivers").iterdir()
+        storage.delete_dir(f"drivers/{lock_object.name}")  # as the driver that takes over does
+    assert list((tmp_path / "drivers").iterdir()) == [], "it locks nothing any more"
 
 
 # files
@@ -133,11 +133,11 @@ CHANGES = {
 @pytest.mark.parametrize("change", list(CHANGES.values()), ids=list(CHANGES))
 def test_a_driver_whose_epoch_is_over_changes_no_file(tmp_path, change):
     storage = Storage(str(tmp_path))
-    epoch = DriverEpoch.claim_next(storage, ME)
+    epoch = DriverEpoch.take_next(storage, ME)
     mine = storage.guarded(epoch.check)
     for name in ("a", "b", "folder/x"):
         mine.write_bytes(name, f"{name} before".encode())
-    DriverEpoch.claim_next(storage, OTHER)
+    DriverEpoch.take_next(storage, OTHER)
     before = contents(tmp_path)
     with pytest.raises(SupersededError):
         change(mine, tmp_path)
@@ -153,14 +153,14 @@ def contents(path):
 
 def test_a_driver_that_is_superseded_while_it_writes_replaces_no_file(tmp_path):
     storage = Storage(str(tmp_path))
-    epoch = DriverEpoch.claim_next(storage, ME)
+    epoch = DriverEpoch.take_next(storage, ME)
     storage.write_bytes("result.json", b"the other's")
     checks = []
 
     def check():
         checks.append(1)
         if len(checks) == 2:  # the temporary file is written, and renaming it is next
-            DriverEpoch.claim_next(storage, OTHER)
+            DriverEpoch.take_next(storage, OTHER)
         epoch.check()
 
     with pytest.raises(SupersededError):

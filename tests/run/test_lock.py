@@ -171,12 +171,12 @@ def test_of_many_drivers_that_start_together_only_one_holds_the_folder(tmp_path,
     assert sorted(outcomes) == ["held", "refused", "refused", "refused"]
 
 
-def test_a_claim_without_heartbeats_is_taken_over(tmp_path, monkeypatch):
+def test_a_lock_object_without_heartbeats_is_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(hold, "STALE_S", 1.0)
     dead = tmp_path / "drivers/0000-dead"
     dead.mkdir(parents=True)
-    claim = {"driver": "process 1 on gone", "since": "2026-01-01 00:00:00", "beat": 7}
-    (dead / "driver.json").write_text(json.dumps(claim))
+    record = {"driver": "process 1 on gone", "since": "2026-01-01 00:00:00", "beat": 7}
+    (dead / "driver.json").write_text(json.dumps(record))
     with hold.held(Objects(str(tmp_path)), "run.run_dir"):
         assert not dead.exists()
         assert len(list((tmp_path / "drivers").iterdir())) == 1
