@@ -58,21 +58,22 @@ def with_files(arguments: Sequence[str], options: Mapping[str, Option]) -> list[
         if not path:
             raise ConfigError(_OPTION, "needs the name of a file")
         paths.append(path)
-    # A length that is given replaces those of the files, which it would contradict.
-    flags = {word.partition("=")[0].lstrip("-") for word in given if word.startswith("--")}
-    has_length = any(options[name].flag in flags for name in _LENGTHS)
-    skipped = _LENGTHS if has_length else ()
     for path in reversed(paths):  # a later file wins over an earlier one
-        given = _words_in(path, options, skipped + _repeated_in(given, options)) + given
+        given = _words_in(path, options, _replaced_by(given, options)) + given
     return given
 
 
-def _repeated_in(words: Sequence[str], options: Mapping[str, Option]) -> tuple[str, ...]:
-    """Return the settings of repeated options among words: they replace those of a file."""
-    given = {word.partition("=")[0] for word in words}
-    return tuple(
-        n for n, option in options.items() if option.is_repeated and f"--{option.flag}" in given
-    )
+def _replaced_by(words: Sequence[str], options: Mapping[str, Option]) -> tuple[str, ...]:
+    """Return the settings that words replace in a file: lengths, and those given several times."""
+    given = {
+        word.partition("=")[0][2:].replace("_", "-")
+        for word, value in zip(words, [*words[1:], ""], strict=True)
+        if word.startswith("--") and (word.partition("=")[2] or value) != "None"
+    }
+    # A length replaces all lengths of the file, which it would contradict.
+    lengths = _LENGTHS if any(options[name].flag in given for name in _LENGTHS) else ()
+    repeated = (n for n, option in options.items() if option.is_repeated and option.flag in given)
+    return (*lengths, *repeated)
 
 
 def _words_in(path: str, options: Mapping[str, Option], skipped: tuple[str, ...]) -> list[str]:

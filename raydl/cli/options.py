@@ -179,8 +179,8 @@ def print_table(
 
 def _parse_workers(text: str) -> int | tuple[int, int]:
     """Return N, or (MIN, MAX) from MIN:MAX."""
-    low, _, high = text.partition(":")
-    return (int(low), int(high)) if high else int(low)
+    low, colon, high = text.partition(":")
+    return (int(low), int(high)) if colon else int(low)
 
 
 def _value(

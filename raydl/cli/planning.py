@@ -23,7 +23,7 @@ from raydl.tools.plan import Plan, Prediction, best_period, doublings, parse_net
 
 if TYPE_CHECKING:
     from raydl.core.methods import Method
-    from raydl.tasks import DataShape
+    from raydl.tasks import Classification, DataShape, LanguageModel
 
 _MIN_STEPS, _MAX_STEPS = 3, 30
 _MIN_TIMED_S = 3.0
@@ -36,10 +36,11 @@ _BAR_WIDTH = 50
 class _PlanOptions:
     model: str = "lenet"
     """Network, as `raydl models` lists it."""
-    data_shape: str = "1x28x28"
-    """Channels, height and width of the pictures."""
-    classes: int = 10
-    """Classes of the pictures."""
+    data_shape: str | None = None
+    """CHANNELSxHEIGHTxWIDTH of the pictures, 1x28x28 by default, or the tokens of the texts, by
+    default as many as the model was made for."""
+    classes: int | None = None
+    """Classes of the pictures, 10 by default, or the vocabulary of the texts."""
     parameters: int | None = None
     """Number of parameters of another network, instead of a model; needs --step-s."""
     step_s: float | None = None
@@ -159,9 +160,9 @@ def _check_out(out: str) -> Path:
 
 def _workers(text: str) -> list[int]:
     """Return the numbers of workers for N or FROM:TO."""
-    low, _, high = text.partition(":")
+    low, colon, high = text.partition(":")
     try:
-        first, last = int(low), int(high or low)
+        first, last = int(low), int(high if colon else low)
     except ValueError:
         raise ConfigError("workers", f"must be N or FROM:TO, got {text}") from None
     require(first >= 1, "workers", "1 or more", first)
@@ -183,10 +184,10 @@ def _workload(options: _PlanOptions, method: Method) -> _Workload:
             step_s=step_s, is_step_measured=False,
         )  # fmt: skip
     from raydl.core.flat import FlatModel
-    from raydl.tasks import Classification
 
     shape = _data_shape(options)
-    flat = FlatModel(Classification(options.model).build_model(shape), name=options.model)
+    network = _task(options.model, shape).build_model(shape)
+    flat = FlatModel(network, name=options.model)
     is_measured = step_s is None
     if step_s is None:
         step_s = measure_step_s(options.model, shape, method, options.batch_size)
@@ -200,15 +201,27 @@ def _workload(options: _PlanOptions, method: Method) -> _Workload:
 
 
 def _data_shape(options: _PlanOptions) -> DataShape:
+    from raydl.models import MODELS
     from raydl.tasks import DataShape
 
-    sides = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", options.data_shape)
-    if sides is None:
-        rule = "CHANNELSxHEIGHTxWIDTH as in 1x28x28"
-        raise ConfigError("data_shape", f"must be {rule}, got {options.data_shape}")
-    require(options.classes >= 1, "classes", "1 or more", options.classes)
-    channels, height, width = map(int, sides.groups())
-    return DataShape((channels, height, width), options.classes)
+    row = MODELS.get(options.model)
+    reads_texts = row is not None and row.reads_texts
+    shape, num_classes = row.made_for if row is not None and reads_texts else ((1, 28, 28), 10)
+    if options.data_shape is not None:
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*x[1-9]\d*)?", options.data_shape):
+            rule = "CHANNELSxHEIGHTxWIDTH as in 1x28x28, or the tokens of a text as in 64"
+            raise ConfigError("data_shape", f"must be {rule}, got {options.data_shape}")
+        shape = tuple(map(int, options.data_shape.split("x")))
+    if options.classes is not None:
+        num_classes = options.classes
+    require(num_classes >= 1, "classes", "1 or more", num_classes)
+    return DataShape(shape, num_classes)
+
+
+def _task(model: str, shape: DataShape) -> Classification | LanguageModel:
+    from raydl.tasks import Classification, LanguageModel
+
+    return LanguageModel(model) if len(shape.input_shape) == 1 else Classification(model)
 
 
 def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int) -> float:
@@ -222,18 +235,20 @@ def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int
     from raydl.core.optimizers import make_optimizer
     from raydl.core.replica import Replica
     from raydl.metrics import TimeParts
-    from raydl.tasks import Classification
+    from raydl.tasks import LanguageModel
 
-    task = Classification(model)
+    task = _task(model, shape)
     network = task.build_model(shape)
     replica = Replica(
         FlatModel(network), task, rule=method.rule, time_parts=TimeParts(),
         make_optimizer=make_optimizer(method.inner, method.own_optimizer, network),
     )  # fmt: skip
-    batch = (
-        torch.randn(batch_size, *shape.input_shape),
-        torch.arange(batch_size) % shape.num_classes,
-    )
+    if isinstance(task, LanguageModel):
+        tokens = torch.randint(shape.num_classes, (batch_size, *shape.input_shape))
+        batch = tokens, tokens
+    else:
+        pictures = torch.randn(batch_size, *shape.input_shape)
+        batch = pictures, torch.arange(batch_size) % shape.num_classes
     times: list[float] = []
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -115,7 +115,7 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     if name is not None and config.run.name != name:
         raise ConfigError("submit.run_name", "and run.name exclude each other; give one")
     require(config.scaling.max_workers > 0, "scaling.num_workers", "1 or more in a job", 0)
-    _check(config)
+    _check(config, options.working_dir or ".")
     if options.working_dir is None:
         submission.check_what_travels(config, here=Path.cwd())
     else:
@@ -128,7 +128,7 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     return submission.plan_run(words, config, message_id=message_id, python=options.python)
 
 
-def _check(config: TrainConfig) -> None:
+def _check(config: TrainConfig, working_dir: str) -> None:
     """Check settings before the driver would; only the driver can check data and custom code."""
     from raydl.core.methods import resolve  # imports torch
     from raydl.faults import FaultPlan
@@ -136,11 +136,12 @@ def _check(config: TrainConfig) -> None:
 
     if ":" not in config.model:  # else it is code, or a folder, of the cluster
         Classification(config.model)
-    if ":" not in config.method.name:
+    optimizer = config.optimizer
+    if not any(":" in x for x in (config.method.name, optimizer.name, optimizer.lr_schedule)):
         resolve(config)
-    faults = config.run.fault_plan
-    if faults is not None and Path(faults).exists():
-        FaultPlan.read(faults).check(
+    faults = config.run.fault_plan and Path(working_dir, config.run.fault_plan)
+    if faults and faults.exists():
+        FaultPlan.read(str(faults)).check(
             max_workers=config.scaling.max_workers, num_shards=config.exchange.center_shards
         )
 

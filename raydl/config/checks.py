@@ -19,6 +19,11 @@ def require_positive(setting: str, value: float, rule: str = "a positive number"
     require(math.isfinite(value) and value > 0, setting, rule, value)
 
 
+def require_local(setting: str, folder: str | None) -> None:
+    """Raise ConfigError if a folder is a URI."""
+    require("://" not in (folder or ""), setting, "a folder of this machine", folder)
+
+
 def require_name(setting: str, name: str) -> None:
     """Raise ConfigError unless a name can be a folder, a part of a URI and of a job's id."""
     rule = "a name of letters, digits, _ . and - that does not begin with . or -"

@@ -45,10 +45,13 @@ class ScalingConfig:
     ready, in seconds."""
 
     def __post_init__(self) -> None:
-        low, high = self.min_workers, self.max_workers
-        for bound in (low, high):
-            is_whole = isinstance(bound, int)
-            require(is_whole, "scaling.num_workers", "a whole number, or two of them", bound)
+        if isinstance(self.num_workers, list):
+            object.__setattr__(self, "num_workers", tuple(self.num_workers))
+        given = self.num_workers
+        bounds = given if isinstance(given, tuple) else (given, given)
+        is_whole = len(bounds) == 2 and all(isinstance(bound, int) for bound in bounds)
+        require(is_whole, "scaling.num_workers", "a whole number, or two of them", given)
+        low, high = bounds
         require(low >= 0, "scaling.num_workers", "0 or more", low)
         require(low <= high, "scaling.num_workers", "MIN:MAX with MIN <= MAX", f"{low}:{high}")
         require(

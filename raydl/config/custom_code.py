@@ -22,23 +22,31 @@ def hugging_face_folder(model: str) -> str | None:
 def load_own(setting: str, name: str) -> Any:
     """Import the object that ``module:name`` names; the module may lie in the current folder.
 
+    An exception that the module itself raises arrives unchanged, with its traceback.
+
     Args:
         setting: dotted name of the setting, for the message.
         name: ``module:name``.
 
     Raises:
-        ConfigError: if it cannot be imported.
+        ConfigError: if there is no such module, or it has no such object.
     """
     module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute):
+    if not (module_name and attribute) or module_name.startswith("."):
         raise ConfigError(setting, f"must be written module:name, got {name}")
     # A command finds modules in the current folder. A module of raydl may be named by a run folder
     # that the user does not trust. The current folder may be that folder: import nothing from it.
     if not module_name.startswith("raydl.") and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(setting, f"{name} cannot be imported: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
         raise ConfigError(setting, f"{name} cannot be imported: {error}") from error
 
 

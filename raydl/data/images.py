@@ -111,10 +111,7 @@ def checked_pair(train: ImageSet, test: ImageSet, *, source: str) -> Dataset:
             f"training pictures are {'x'.join(map(str, train.image_shape))} (channels x height x "
             f"width) but test pictures are {'x'.join(map(str, test.image_shape))}",
         )
-    names = max(train.class_names, test.class_names, key=len)
-    for part in (train, test):
-        if part.class_names != names[: part.num_classes]:
-            raise DataError(source, "the training set and the test set name different classes")
+    names = tuple(shared_class_names([train.class_names, test.class_names], source=source))
     return Dataset(
         ImageSet(train.images, train.labels, names),
         ImageSet(test.images, test.labels, names),
@@ -163,6 +160,18 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     std = np.sqrt(np.maximum(variance, 0.0))
     std[std < 1e-6] = 1.0
     return mean.astype(np.float32), std.astype(np.float32)
+
+
+def shared_class_names(names: Sequence[Sequence[str]], *, source: str) -> Sequence[str]:
+    """Return the class names of a training and a test set; each has the first ones, or all.
+
+    Raises:
+        DataError: if they name different classes.
+    """
+    longest = max(names, key=len)
+    if any(list(part) != list(longest[: len(part)]) for part in names):
+        raise DataError(source, "the training set and the test set name different classes")
+    return longest
 
 
 _MIN_PIXELS = 128 * 128

@@ -93,6 +93,7 @@ class Controller:
         first_round: the round that the center starts from.
         is_first_scored: whether the center of that round needs no score.
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
+        first_seconds: seconds of training before this start.
         first_generation: number of the last generation before this start.
         first_cuts: cuts of the learning rate before this start.
         faults: the faults to inflict.
@@ -110,6 +111,7 @@ class Controller:
         first_round: int,
         is_first_scored: bool = True,
         own_states: dict[str, Any],
+        first_seconds: float = 0.0,
         first_generation: int = 0,
         first_cuts: int = 0,
         faults: FaultPlan = _NO_FAULTS,
@@ -135,7 +137,9 @@ class Controller:
             clock=clock,
         )
         self.stragglers = StragglerDetector()
-        self.planned_faults = PlannedFaults(worker_group, faults, clock)
+        self.planned_faults = PlannedFaults(
+            worker_group, faults, first_round=first_round, first_seconds=first_seconds
+        )
         self._recorder = recorder
         self._worker_group = worker_group
         self._config = config
@@ -372,7 +376,13 @@ class Controller:
 
     def _on_score(self, evaluated: Evaluated) -> None:
         self._recorder.evaluated(evaluated)
-        self._listeners.note_score(evaluated.without_center())
+        try:
+            self._listeners.note_score(evaluated.without_center())
+        except Exception as error:
+            if self.state is not State.FINISHING or self._failure.error is not None:
+                raise
+            # The training is complete: its last states are collected and written first.
+            self._failure.stop_with("callback", error, f"a callback raised {in_one_line(error)}")
         if not self._worker_pool.is_requesting:  # no round is left for another learning rate
             return
         if sentence := self._plateau.note_score(evaluated.metrics):
@@ -400,9 +410,11 @@ class Controller:
 
     def _add_records(self, records: tuple[Record, ...], sender: str, sent_s: float) -> None:
         run = self._run
-        if run and self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s):
+        if run is None:
+            return
+        if self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s):
             self._worker_pool.note_progress()
-            self._center_manager.checkpoint_times.epoch = self._curves.epoch
+        self._center_manager.checkpoint_times.epoch = self._curves.epoch
 
     def _on_run_ended(self, end: RunEnded) -> None:
         run = self._run

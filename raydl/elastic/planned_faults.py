@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from raydl.core.reports import Record
 from raydl.core.worker_group import WorkerGroup
 from raydl.faults import Fault, FaultPlan
@@ -17,19 +15,25 @@ class PlannedFaults:
     Args:
         worker_group: the processes.
         plan: the faults.
-        clock: seconds, rising.
+        first_round: the round that this start begins with; earlier faults were due in an earlier
+            start.
+        first_seconds: seconds of training before this start.
     """
 
     def __init__(
-        self, worker_group: WorkerGroup, plan: FaultPlan, clock: Callable[[], float]
+        self,
+        worker_group: WorkerGroup,
+        plan: FaultPlan,
+        *,
+        first_round: int = 0,
+        first_seconds: float = 0.0,
     ) -> None:
         self.fired: list[str] = []
         """A sentence for each fault that fired, in order."""
         self._worker_group = worker_group
         self._plan = plan
-        self._clock = clock
-        self._began_at = clock()
-        self._left = list(plan.for_center)
+        first = {"round": first_round, "second": first_seconds}
+        self._left = [f for f in plan.for_center if f.at > first[f.when] or not first[f.when]]
 
     def note(self, number: int, worker_id: str) -> str:
         """Record that a worker inflicts a fault on itself, and return a sentence."""
@@ -43,7 +47,7 @@ class PlannedFaults:
         """Inflict the center's faults that are due at the newest record; return their sentences."""
         if record is None:
             return []
-        now = {"round": float(record.progress.round), "second": self._clock() - self._began_at}
+        now = {"round": float(record.progress.round), "second": record.progress.seconds}
         due = [fault for fault in self._left if fault.at <= now[fault.when]]
         for fault in due:
             self._left.remove(fault)

@@ -28,6 +28,8 @@ class RecordForwarder:
 
     def __init__(self, recorder: Recorder, clock: Callable[[], float]) -> None:
         self.last: Record | None = None
+        self._most = -1
+        """The most samples of any record: those that are trained again are no progress."""
         self._recorder = recorder
         self._clock = clock
         self._delays: dict[str, deque[float]] = {}
@@ -45,7 +47,7 @@ class RecordForwarder:
         sender: str,
         sent_s: float,
     ) -> bool:
-        """Forward records with the newest reports; return whether the number of samples rose.
+        """Forward records with the newest reports; return whether one has more samples than ever.
 
         Args:
             records: new records, oldest first; may be empty.
@@ -62,8 +64,8 @@ class RecordForwarder:
             del self._delays[next(iter(self._delays))]
         has_progress = False
         for record in records:
-            before = self.last.progress.num_samples if self.last else -1
-            has_progress |= record.progress.num_samples > before
+            has_progress |= record.progress.num_samples > self._most
+            self._most = max(self._most, record.progress.num_samples)
             # By the driver's clock, neither before the last record nor in the future.
             at_s = record.at_s + min(delays)
             at_s = min(now, max(self.last.at_s if self.last else at_s, at_s))

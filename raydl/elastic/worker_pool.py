@@ -528,11 +528,12 @@ class WorkerPool:
         """
         if waited_s <= _PATIENCE_S:
             return reason
-        missing = f"waiting for {self._worker_group.waiting_for()}"
+        pending = self._worker_group.waiting_for()
+        missing = f"; waiting for {pending}" if pending else ""
         if waited_s <= self._config.scaling.start_timeout_s:
-            return f"{reason}; {missing}"
+            return f"{reason}{missing}"
         resume = "; the same command with --resume resumes the run" if has_trained else ""
         raise CapacityError(
-            f"{reason} after {waited_s:.0f} s; {missing}; lower scaling.num_workers or raise "
+            f"{reason} after {waited_s:.0f} s{missing}; lower scaling.num_workers or raise "
             f"scaling.start_timeout_s{resume}"
         )

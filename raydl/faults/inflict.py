@@ -41,11 +41,6 @@ class Partition:
         with self._lock:
             self._until = max(self._until, self._clock() + for_s)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the process is cut off."""
-        return self._left_s() > 0
-
     def hold(self) -> None:
         """Wait while the process is cut off."""
         while (left_s := self._left_s()) > 0:

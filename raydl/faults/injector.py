@@ -46,7 +46,6 @@ class Injector:
         inflict: inflicts the faults.
         announce: called before each fault, since a killed process reports nothing afterwards. A
             fault whose announcement is lost waits for a later step.
-        fired: numbers of the faults that fired before this process was started.
         clock: the time in seconds, from any origin.
         sleep: waits for a number of seconds.
     """
@@ -56,7 +55,6 @@ class Injector:
         faults: Iterable[Fault],
         inflict: Inflicts,
         announce: Callable[[Fault], Announced],
-        fired: Iterable[int] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -64,7 +62,7 @@ class Injector:
         self._faults = sorted(faults, key=lambda fault: fault.number)
         self._inflict = inflict
         self._announce = announce
-        self._decided = set(fired)
+        self._decided: set[int] = set()
         self._clock = clock
         self._sleep = sleep
         self._pending: list[Fault] = []
@@ -90,9 +88,6 @@ class Injector:
         seconds: float,
     ) -> None:
         """Fire the faults that are due, in the order of the plan; then sleep if slowed down.
-
-        The center and its shards may call this as well, as ``center`` or ``shard 1``, with rank
-        and local step -1.
 
         Args:
             worker_id: the id of the calling worker.

@@ -22,7 +22,7 @@ from raydl.config import TrainConfig, dotted, to_dict
 from raydl.config.checks import require_name
 from raydl.config.custom_code import hugging_face_folder
 from raydl.config.run import RUNS
-from raydl.errors import ConfigError, RaydlError
+from raydl.errors import ConfigError, RaydlError, StalledError
 from raydl.ray_backend.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
 from raydl.redaction import has_credentials
 
@@ -477,7 +477,7 @@ class _Outage:
             why: the cluster's reason, or an empty text if it did not answer.
 
         Raises:
-            RaydlError: the outage has exceeded the limit.
+            StalledError: the outage has exceeded the limit.
         """
         submitter = self._submitter
         limit = f"{submitter.wait_s:.0f} s"
@@ -487,7 +487,7 @@ class _Outage:
             submitter.say(f"the cluster {problem}; waiting up to {limit}")
         if submitter.clock() - self._since > submitter.wait_s:
             problem = f"was not ready for {limit}: {why}" if why else f"did not answer for {limit}"
-            raise RaydlError(
+            raise StalledError(
                 f"the cluster {problem}; raise --wait-s, or continue once it is "
                 f"{'ready' if why else 'back'}: {self._how_to_continue}"
             )

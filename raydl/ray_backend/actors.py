@@ -212,10 +212,6 @@ class CenterActor(CenterEndpoint):
         """Inflict a fault on this process."""
         inflict_here(fault)
 
-    def get(self, round: int) -> Snapshot | None:
-        """Return the snapshot of a round."""
-        return self._snapshots.get(round)
-
     def get_to_write(self, round: int) -> Snapshot | None:
         """Return the snapshot of a round with its optimizer as arrays, for Ray's shared memory."""
         snapshot = self._snapshots.get(round)
@@ -564,8 +560,9 @@ class WorkerActor:
     @ray.method(concurrency_group="files")
     def load_state(self, saved: SavedPlace | None) -> bool:
         """Read the replica that a leaver has handed in; return whether this process can read it."""
-        self._own_state = None if saved is None else _load_saved(saved)
-        return self._own_state is not None
+        with self._partition.both_ways():
+            self._own_state = None if saved is None else _load_saved(saved)
+            return self._own_state is not None
 
     @ray.method(concurrency_group="control")
     def hold_kept(self, round: int) -> int:
@@ -592,15 +589,16 @@ class WorkerActor:
             OSError: if the write failed, or the checkpoint was given up.
         """
         give_way()  # the training has priority
-        held = self._worker.held(round)
-        self._num_written, self._may_write = 0, threading.Event()
-        self._may_write.set()
-        try:
-            here = Storage(address)
-            is_seen = here.exists(token)
-        except Exception:  # without credentials, packages or a network here: the driver has them
-            return None
-        return here.write_pieces(name, self._counted(held), in_place=True) if is_seen else None
+        with self._partition.both_ways():
+            held = self._worker.held(round)
+            self._num_written, self._may_write = 0, threading.Event()
+            self._may_write.set()
+            try:
+                here = Storage(address)
+                is_seen = here.exists(token)
+            except Exception:  # without credentials, packages or a network: the driver has them
+                return None
+            return here.write_pieces(name, self._counted(held), in_place=True) if is_seen else None
 
     def _counted(self, held: TensorFile) -> Iterator[memoryview]:
         for piece in held.pieces():
@@ -664,13 +662,15 @@ class EvaluatorActor:
         self, job: Job, test: Samples, prepare: Prepare, non_trainable: dict[str, np.ndarray]
     ) -> None:
         keep_freed_memory()
-        torch.set_num_threads(1)
-        self._evaluator = Evaluator(job, Batches(test, prepare), non_trainable)
+        self._evaluator: Evaluator | None = None
+        # Not built here: Ray would wrap an error of the user's code.
+        self._arguments = job, Batches(test, prepare), non_trainable
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
-        torch.set_num_threads(1)  # again: this is not the thread of the constructor
+        torch.set_num_threads(1)  # in this thread
         try:
+            self._evaluator = self._evaluator or Evaluator(*self._arguments)
             return self._evaluator.evaluate(snapshot)
         except Exception as error:
             raise_if_of_machine("evaluator", error)
@@ -679,4 +679,4 @@ class EvaluatorActor:
     @ray.method(concurrency_group="control")
     def num_scored(self) -> int:
         """Return how many samples the evaluation under way has scored."""
-        return self._evaluator.num_scored
+        return self._evaluator.num_scored if self._evaluator else 0

@@ -97,11 +97,13 @@ def attach(
     name, num_workers, worker_id = _from_ray_train(name, num_workers, worker_id)
     method_config, rule = as_method(method)
     is_on_gpu = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
+    # Workers that share a GPU have less than one each; NCCL cannot connect them.
+    gpus = ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0) if is_on_gpu else 0.0
     config = TrainConfig(
         training=endless_training(),
         method=method_config,
         scaling=ScalingConfig(
-            num_workers=num_workers, start_timeout_s=start_timeout_s, use_gpu=is_on_gpu
+            num_workers=num_workers, start_timeout_s=start_timeout_s, gpus_per_worker=gpus
         ),
         exchange=exchange or ExchangeConfig(),
         elastic=elastic or ElasticConfig(),
@@ -128,7 +130,8 @@ def _from_ray_train(
     """Return the three values; missing ones are those of Ray Train, inside its functions."""
     context, train = None, sys.modules.get("ray.train")  # which its processes have imported
     if train is not None:
-        with contextlib.suppress(RuntimeError):  # raised outside a training function
+        # Raised outside a training function: the second in a trial of Ray Tune.
+        with contextlib.suppress(RuntimeError, DeprecationWarning):
             context = train.get_context()
     if context is not None:
         name = name or context.get_experiment_name()

@@ -143,12 +143,14 @@ def listed(resources: Mapping[str, float]) -> str:
 
 
 def describe_pending(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> str:
-    """Return what the pending workers wait for, as the rest of a sentence."""
+    """Return what the pending workers wait for, as the rest of a sentence; empty without any."""
+    if not workers:
+        return ""
     num_starting = sum(place_of(worker) is not None for worker in workers)
     num_missing = len(workers) - num_starting
     plural = "s" if num_starting > 1 else ""
     parts = [f"{num_starting} starting worker{plural}"] if num_starting else []
-    if num_missing or not workers:
+    if num_missing:
         need = scaling.resources()
         try:
             have, free = ray.cluster_resources(), ray.available_resources()

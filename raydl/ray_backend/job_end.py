@@ -63,18 +63,18 @@ def judge(state: JobState) -> tuple[Fate, int, str]:
     if state.status == "STOPPED":
         return Fate.STOPPED, STOPPED["SIGTERM"], "it was stopped"
     if state.status == UNKNOWN:
-        return Fate.LOST, 1, "the cluster was restarted and does not know the job"
+        return Fate.LOST, WORTH_RETRYING, "the cluster was restarted and does not know the job"
     if code in _STOPPED_EXITS:
         return Fate.STOPPED, _STOPPED_EXITS[code], "it was stopped"
     if code is not None and (code < 0 or code > 128):
-        return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
+        return Fate.LOST, WORTH_RETRYING, f"the driver was killed ({_signal_name(code)})"
     if code == WORTH_RETRYING:
         return Fate.LOST, code, f"its machines failed (exit status {code}; see the end of its log)"
     if code is not None:
         return Fate.FAILED, code, f"the driver ended with exit status {code}"
     if state.error in _LOST_ERRORS:
         why = f"{state.error}: {message}" if message else state.error
-        return Fate.LOST, 1, f"the driver's node or its supervisor was lost ({why})"
+        return Fate.LOST, WORTH_RETRYING, f"the driver's node or its supervisor was lost ({why})"
     return Fate.FAILED, 1, f"it could not start: {message}"
 
 

@@ -18,7 +18,7 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig, dotted, from_dict, to_dict
 from raydl.core.callbacks import Callback
 from raydl.core.worker_group import Evaluated
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, DataError
 from raydl.storage import Storage, below, open_filesystem
 
 _CPUS_OF_A_TRIAL = 0.01
@@ -48,9 +48,13 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         _refuse_name(settings)
         resumes = Storage(_root_of(settings, folder)).exists("config.json")
         run = replace(settings.run, run_dir=folder, resume=resumes, progress="none")
+        settings = replace(settings, run=run)
+        reports = _Reports(_root_of(settings, folder))
+        if resumes and reports.repeat_last():
+            return
         # By its public name: this module is below it.
-        trainer = raydl.Trainer.from_config(replace(settings, run=run))
-        trainer.callbacks = (_Reports(_root_of(settings, folder)),)
+        trainer = raydl.Trainer.from_config(settings)
+        trainer.callbacks = (reports,)
         trainer.fit()
 
     resources: Callable[[Mapping[str, Any]], None] = tune.with_resources(
@@ -87,6 +91,20 @@ class _Reports(Callback):
             "run": self._run,
         }
         tune.report(values, checkpoint=self._new_checkpoint())
+
+    def repeat_last(self) -> bool:
+        """Report the last score of a complete run again; return whether the run is complete."""
+        try:
+            result = raydl.Result.from_path(self._run)
+        except DataError:  # it has not ended
+            return False
+        if result.stopped_by or not Storage(self._run).exists("center.safetensors"):
+            return False
+        if scores := result.metrics["evaluations"]:
+            values = {name: value for name, value in scores[-1].items() if name != "round"}
+            values |= {"epoch": self._store.read()[0].progress.epoch, "run": self._run}
+            tune.report(values, checkpoint=self._new_checkpoint())
+        return True
 
     def _new_checkpoint(self) -> tune.Checkpoint | None:
         names = self._store.names()

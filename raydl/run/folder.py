@@ -340,13 +340,18 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Return the commit of raydl's sources, or None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Return the commit of raydl's sources, or None outside a checkout of raydl.
+
+    An installed raydl may lie in another project's checkout, below its virtual environment.
+    """
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "rev-parse", "--show-prefix", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() or None
+    prefix, _, commit = result.stdout.strip().partition("\n")
+    return commit if prefix == f"{here.parent.name}/{here.name}/" and commit else None
 
 
 def _free(default: str) -> Path:

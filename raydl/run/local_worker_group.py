@@ -218,7 +218,10 @@ class LocalWorkerGroup:
     def evaluate(self, round: int) -> None:
         """Score the center at once."""
         self._worker.stop_fetching()  # both parts may share an open file
-        self._events.append(self._evaluator.evaluate(self._snapshot(round)))
+        try:
+            self._events.append(self._evaluator.evaluate(self._snapshot(round)))
+        except Exception as error:  # of user code: raised after a checkpoint
+            self._events.append(Failed("evaluator", error))
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Collect the center and the worker's kept state."""

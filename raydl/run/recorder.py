@@ -207,8 +207,10 @@ class RunRecorder:
     @property
     def seconds(self) -> float:
         """Training time up to the last record, over all starts, in seconds."""
-        began = self._began_at
-        return self._seconds_before + (self._ended_at - began if began is not None else 0.0)
+        if self._began_at is None:
+            return self._seconds_before
+        # Before the first record the end is the time at which this recorder was opened.
+        return self._seconds_before + max(0.0, self._ended_at - self._began_at)
 
     @property
     def center_accuracy(self) -> float | None:

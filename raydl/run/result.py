@@ -68,11 +68,15 @@ class Result:
         storage = open_run(path).storage
         try:
             metrics = json.loads(storage.read_bytes("result.json"))
+            start = json.loads(storage.read_bytes("config.json")).get("driver_epoch")
         except FileNotFoundError as error:
             not_ended = "the run has no result.json: it has not ended"
             raise DataError(path, not_ended if storage.exists("config.json") else NO_RUN) from error
         except (OSError, ValueError) as error:
             raise DataError(path, f"its result.json cannot be read: {in_words(error)}") from error
+        if start is not None and metrics.get("driver_epoch") != start:
+            problem = "the run was resumed after result.json was written: it has not ended"
+            raise DataError(path, problem)
         return cls.of(metrics, storage.root, CheckpointStore(storage))
 
     @classmethod

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -396,6 +396,7 @@ class Trainer:
                 first_round=(round := snapshot.progress.round),
                 # A driver may be killed between a checkpoint and its score.
                 is_first_scored=round == 0 or start.before.is_scored(round),
+                first_seconds=snapshot.progress.seconds,
                 first_generation=snapshot.progress.generation,
                 first_cuts=snapshot.num_cuts,
                 own_states=_own_states(start, config),
@@ -454,28 +455,31 @@ class Trainer:
         config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.progress.num_samples if config.run.resume else None
         log = EventLog(make_reporter(config.run.progress, log_format=config.run.log_format))
-        # Before the first curve: without it a start counts as none, and can be repeated.
-        write = functools.partial(folder.write_config, config, normalization=normalization)
-        within(folder.storage, write, log=log.event)
-        recorder = RunRecorder(
-            config,
-            num_train=snapshot.ledger["num_samples"],
-            start=snapshot,
-            seconds_before=start.seconds,
-            before=start.before,
-            writer=_make_writer(
-                config, folder, purge_after, log.event, seconds_before=start.seconds
-            ),
-            progress=log,
-            store=start.store,
-            best=start.best,
-            flat=flat,
-            examples=examples,
-            order=job.order.name,
-            after_checkpoint=folder.publish_events,
-            storage=folder.storage,
-            fallback_dir=folder.path if folder.is_remote else None,
-        )
+        with ExitStack() as stack:
+            stack.callback(log.close)  # the panel, if the recorder cannot be opened
+            # Before the first curve: without it a start counts as none, and can be repeated.
+            write = functools.partial(folder.write_config, config, normalization=normalization)
+            within(folder.storage, write, log=log.event)
+            recorder = RunRecorder(
+                config,
+                num_train=snapshot.ledger["num_samples"],
+                start=snapshot,
+                seconds_before=start.seconds,
+                before=start.before,
+                writer=_make_writer(
+                    config, folder, purge_after, log.event, seconds_before=start.seconds
+                ),
+                progress=log,
+                store=start.store,
+                best=start.best,
+                flat=flat,
+                examples=examples,
+                order=job.order.name,
+                after_checkpoint=folder.publish_events,
+                storage=folder.storage,
+                fallback_dir=folder.path if folder.is_remote else None,
+            )
+            stack.pop_all()
         view.follow_recorder(recorder, log)
         try:
             recorder.describe(config_as_markdown(redact_values(to_dict(config))))

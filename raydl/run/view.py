@@ -152,8 +152,7 @@ class RunView:
             num_samples=int(newest.num_samples),
             epoch=float(newest.epoch),
             generation=controller.generation if controller else start.progress.generation,
-            # Until the first record the recorder may count less than the earlier starts.
-            seconds=max(self._seconds_before, recorder.seconds if recorder else 0.0),
+            seconds=recorder.seconds if recorder else self._seconds_before,
         )
         return RunStatus(
             state=state,

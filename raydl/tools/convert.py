@@ -24,7 +24,7 @@ from raydl.data.atomic_folder import whole_folder, wording
 from raydl.data.binary import npz_parts
 from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, load_pictures, open_parts
 from raydl.data.files import Place
-from raydl.data.images import ImageSet, checked_pair, labelled_files
+from raydl.data.images import ImageSet, checked_pair, labelled_files, shared_class_names
 from raydl.data.parquet import class_names_of, has_pictures, hub_metadata
 from raydl.data.row_groups import FileGroups
 from raydl.errors import DataError
@@ -245,9 +245,7 @@ def _of_set(images: ImageSet) -> EncodedPictures:
 
 def _of_folders(layout: Layout) -> list[EncodedPictures]:
     parts = [labelled_files(place) for place in (*layout.train, *layout.test)]
-    all_names = max((names for _, _, names in parts), key=len)
-    if any(names != all_names[: len(names)] for _, _, names in parts):
-        raise DataError(layout.name, "the training set and the test set name different classes")
+    all_names = shared_class_names([names for _, _, names in parts], source=layout.name)
     return [_of_files(pictures, labels, all_names) for pictures, labels, _ in parts]
 
 

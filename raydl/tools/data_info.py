@@ -10,8 +10,14 @@ import pyarrow as pa
 
 from raydl.config import InputConfig
 from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, open_parts
-from raydl.data.images import ImageSet, decode_one, labelled_files, mode_of
-from raydl.data.parquet import class_names_of, has_pictures
+from raydl.data.images import (
+    ImageSet,
+    decode_one,
+    labelled_files,
+    mode_of,
+    shared_class_names,
+)
+from raydl.data.parquet import check_labels, class_names_of, has_pictures
 from raydl.data.row_groups import FileGroups
 from raydl.data.table import arrays_of, row_bytes
 from raydl.data.text import TokenSet, load_text
@@ -126,7 +132,7 @@ def _of_text(layout: Layout, source: str) -> SourceInfo:
 
 def _of_folders(layout: Layout, source: str) -> SourceInfo:
     listed = [labelled_files(place) for place in (*layout.train, *layout.test)]
-    class_names = max((names for _, _, names in listed), key=len)
+    class_names = list(shared_class_names([names for _, _, names in listed], source=source))
     first = listed[0][0][0]
     shape = _picture_shape(first.read(), source=first.name)
     parts = [
@@ -216,7 +222,12 @@ def _part_of(name: str, groups: FileGroups) -> PartInfo:
 
 
 def _labels(groups: FileGroups) -> list[np.ndarray]:
-    """Return the labels of each row group, -1 for null, without reading other columns."""
+    """Return the labels of each row group, -1 for null, without reading other columns.
+
+    Raises:
+        DataError: if they are no integers.
+    """
+    check_labels(groups.schema, groups.columns, groups.source)
     labels_only = groups.narrowed(groups.columns[1:])
     columns = (labels_only.read(number)[0] for number in range(len(groups.sizes)))
     return [column.cast(pa.int64()).fill_null(-1).to_numpy() for column in columns]

@@ -299,8 +299,9 @@ class SimulatedWorkerGroup:
             self._up.remove(machine)
             if not is_announced:
                 self._after(self.fleet.replace_s, self._replace, place)
+        samples_per_s = self._samples_per_s() / max(1, len(self._training()))
         for worker_id in there:
-            self._lose(worker_id)
+            self._lose(worker_id, samples_per_s)
         self._place()
 
     def _replace(self, place: int) -> None:
@@ -309,13 +310,12 @@ class SimulatedWorkerGroup:
         self._num_machines += 1
         self._place()
 
-    def _lose(self, worker_id: str) -> None:
+    def _lose(self, worker_id: str, samples_per_s: float) -> None:
         process = self._processes[worker_id]
         if process.trains_from is not None:
-            # Half a round, on average, has trained samples that never reach an exchange.
-            self.num_samples -= (
-                self._samples_per_s() / len(self._training() or [1]) * self.round_s / 2
-            )
+            # The samples of half a round, on average, never reach an exchange.
+            trained_s = max(0.0, self.now - process.trains_from)
+            self.num_samples -= samples_per_s * min(self.round_s / 2, trained_s)
         del self._processes[worker_id]
         self._is_broken |= process.trains_from is not None
         self._after(

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from raydl.config import TrainConfig, to_dict
+from raydl.config.checks import require_local
 from raydl.errors import ConfigError
 from raydl.redaction import redact_values
 from raydl.tools.comparison.report import machine
@@ -37,6 +38,9 @@ class WeakScaling:
     """Folder of all runs and of the figures; unset: runs/weak-scaling-DATE."""
     base: Annotated[TrainConfig, tyro.conf.Fixed, tyro.conf.Suppress] = TrainConfig()  # noqa: RUF009
 
+    def __post_init__(self) -> None:
+        require_local("out", self.out)
+
     @property
     def counts(self) -> list[int]:
         """The numbers of workers without repetitions; 0 trains in this process, as one worker."""
@@ -50,15 +54,25 @@ class WeakScaling:
 
 
 def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
-    """Return the settings of all runs."""
+    """Return the settings of all runs.
+
+    Raises:
+        ConfigError: if a setting changes the work, or settings contradict each other for a number
+            of workers.
+    """
+    from raydl.core.methods import resolve  # imports torch
+
     base, run = scaling.base, scaling.base.run
     run.refuse_folder("in a measurement")
     ends = (base.training.epochs, base.training.samples, base.training.seconds)
     if any(end is not None for end in ends):
         settings = "training.epochs, training.samples and training.seconds"
         raise ConfigError(settings, "cannot be set, since the steps are constant; use --steps")
+    if base.training.stop_at_accuracy is not None or base.training.patience is not None:
+        settings = "training.stop_at_accuracy and training.patience"
+        raise ConfigError(settings, "cannot be set, since the steps are constant")
     progress = "none" if run.progress == "auto" else run.progress
-    return [
+    configs = [
         dataclasses.replace(
             base,
             training=dataclasses.replace(base.training, steps=base.training.steps or _STEPS),
@@ -67,6 +81,9 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
         )
         for count in scaling.counts
     ]
+    for config in configs:
+        resolve(config)
+    return configs
 
 
 def row(

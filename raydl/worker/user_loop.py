@@ -202,7 +202,22 @@ def terms_of(job: Job, model: nn.Module) -> dict[str, Any]:
     """Return the settings that all workers of a run must agree on."""
     config = job.config
     settings = {"method": to_dict(config.method), "exchange": to_dict(config.exchange)}
-    return {**dotted(settings), "num_workers": config.scaling.wanted(), "model": _layout_of(model)}
+    terms = {**dotted(settings), "num_workers": config.scaling.wanted(), "model": _layout_of(model)}
+    if job.method.has_custom_rule:
+        terms["method"] = _text_of_rule(job.method.rule)
+    if job.method.is_sync:
+        terms["device of the model"] = config.exchange_device
+    return terms
+
+
+def _text_of_rule(rule: Rule) -> str:
+    """Return a rule's class and plain values; others, as functions, look different everywhere."""
+    values = ", ".join(
+        f"{name}={value!r}"
+        for name, value in sorted(getattr(rule, "__dict__", {}).items())
+        if isinstance(value, (bool, int, float, str))
+    )
+    return f"{type(rule).__qualname__}({values})"
 
 
 def _layout_of(model: nn.Module) -> str:
@@ -219,6 +234,7 @@ def _layout_of(model: nn.Module) -> str:
     )
 
 
+_Tensors = tuple[Tensor, Tensor, dict[str, Any]]
 _MOST_SKIPPED = 50
 """The most steps skipped in a row. A GradScaler halves its scale with each of them, so that more
 skipped steps do not help."""
@@ -275,7 +291,8 @@ class Attached(Optimizer):
         self._runner = RoundRunner(job, self._replica, time_parts=self._parts)
         self._loaded: Snapshot | None = None
         self._loaded_non_trainable: Mapping[str, Any] = {}
-        self._holds_center = False
+        self._own: _Tensors | None = None
+        """While the model holds the center: its own weights, buffers and non-trainable state."""
         self.saves_frozen = True
         """Whether ``state_dict()`` has frozen parameters. Where a library saves the model as well,
         those of a large frozen model need not be there twice."""
@@ -399,15 +416,15 @@ class Attached(Optimizer):
         """Load the center into the model for an evaluation; restore its own weights at the end."""
         center = self._newest_center()
         self._flat.rebind()
-        kept = self._flat.weights.clone(), self._flat.buffers.clone()
-        kept_non_trainable = self._flat.non_trainable.own()
-        self._holds_center = True
+        flat, outer = self._flat, self._own
+        kept = flat.weights.clone(), flat.buffers.clone(), flat.non_trainable.own()
+        self._own = outer or kept
         try:
             self._load(*_tensors_of(center), center.non_trainable)
-            yield self._flat.model
+            yield flat.model
         finally:
-            self._load(*kept, kept_non_trainable)
-            self._holds_center = False
+            self._load(*kept)
+            self._own = outer
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's complete state, on the CPU: its replica and the center."""
@@ -415,8 +432,8 @@ class Attached(Optimizer):
         weights, buffers = _tensors_of(center)
         return {
             "local_step": self.local_step,
-            "replica": self._replica.state_dict(),
-            "untrained": self._frozen(),
+            "replica": {**self._replica.state_dict(), **self._own_state()},
+            "untrained": {**self._frozen(), **self._own_state().get("untrained", {})},
             "feedback": self._runner.feedback_state(),
             "center": {
                 **{name: value for name, value in vars(center).items() if name not in _RENAMED},
@@ -425,6 +442,16 @@ class Attached(Optimizer):
                 "buffers": buffers,
                 "untrained": as_tensors(center.non_trainable),
             },
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the replica's part of the model's state if the model holds the center now."""
+        if self._own is None:
+            return {}
+        weights, buffers, non_trainable = self._own
+        return {
+            **copied_to_cpu({"weights": weights, "buffers": buffers}),
+            "untrained": as_tensors(non_trainable),
         }
 
     def _frozen(self) -> Any:
@@ -618,7 +645,7 @@ class Attached(Optimizer):
 
     def _check_step(self) -> None:
         self._rendezvous.check()
-        if self._holds_center:
+        if self._own is not None:
             problem = "step() cannot be called in `with center()`: the model holds the center there"
             raise AttachError(self._rendezvous.name, problem)
         try:

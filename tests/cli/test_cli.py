@@ -79,6 +79,7 @@ def test_workers_are_a_number_or_a_range():
             "method.beta must be in (0, 1] for sync-easgd, got 1.8: ",
         ),
         (["--workers", "two"], "scaling.num_workers must be N or MIN:MAX, got two"),
+        (["--workers", "2:"], "scaling.num_workers must be N or MIN:MAX, got 2:"),
         (["--model", "lnet"], "model has no 'lnet'; did you mean lenet or lenet5 or alexnet?"),
         (
             ["--method", "sync-egsd"],

@@ -54,6 +54,26 @@ def test_a_length_on_the_command_line_replaces_the_one_of_the_file(file):
     assert (training.epochs, training.samples) == (parse_train([]).training.epochs, 500)
 
 
+def test_a_later_file_takes_precedence_also_with_another_length(tmp_path):
+    texts = ("epochs: 3\nlr: 0.5\nseed: 1\n", "steps: 500\nlr: 0.25\n", "steps: null\nlr: 0.125\n")
+    files = []
+    for number, text in enumerate(texts):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        files += ["--config", str(path)]
+    config = parse_train(files[:4])
+    assert (config.training.steps, config.optimizer.lr, config.training.seed) == (500, 0.25, 1)
+    config = parse_train([*files[:2], *files[4:]])
+    assert (config.training.epochs, config.optimizer.lr, config.training.seed) == (3, 0.125, 1)
+
+
+@pytest.mark.parametrize("option", ["--param-group", "--param_group"])
+def test_parameter_groups_on_the_command_line_replace_those_of_the_file(file, option):
+    from_file = file("param-group: ['bias:lr_scale=2']\n")
+    groups = parse_train([*from_file, option, "norm:lr_scale=3"]).optimizer.param_groups
+    assert groups == parse_train(["--param-group", "norm:lr_scale=3"]).optimizer.param_groups
+
+
 def test_the_config_json_of_a_run_is_such_a_file_without_its_folder(tmp_path, capsys):
     options = ["--data", "synthetic:64", "--model", "mlp", "--workers", "0", "--batch-size", "8"]
     options += ["--epochs", "2", "--optimizer.clip-grad-norm", "None", "--run.progress", "none"]

@@ -47,6 +47,13 @@ from raydl.run.trainer import Trainer
         (lambda: TrainingConfig(batch_size=0), "training.batch_size must be 1 or more, got 0"),
         (lambda: TrainingConfig(seed=-1), "training.seed must be in [0, 2^63), got -1"),
         (lambda: ScalingConfig(num_workers=-1), "scaling.num_workers must be 0 or more, got -1"),
+        *(
+            (
+                lambda given=given: ScalingConfig(num_workers=given),
+                f"scaling.num_workers must be a whole number, or two of them, got {given}",
+            )
+            for given in ((2,), (1, 2, 3), 2.5, ("2", "4"))
+        ),
         (
             lambda: ScalingConfig(num_workers=(3, 2)),
             "scaling.num_workers must be MIN:MAX with MIN <= MAX, got 3:2",
@@ -164,6 +171,10 @@ def test_settings_of_a_version_without_a_section_take_its_defaults():
     values = to_dict(TrainConfig(model="mlp"))
     del values["elastic"]
     assert from_dict(TrainConfig, values) == TrainConfig(model="mlp")
+
+
+def test_the_number_of_workers_may_be_a_list():
+    assert ScalingConfig(num_workers=[2, 8]) == ScalingConfig(num_workers=(2, 8))
 
 
 def test_settings_survive_json():

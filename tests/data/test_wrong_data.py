@@ -116,6 +116,18 @@ def test_wrong_labels_are_refused_in_one_sentence(tmp_path, labels, sentence):
         load(write(tmp_path, train_0=table, test_0=table), input=ALWAYS)
 
 
+@pytest.mark.parametrize("labels", [["cat", "dog"] * 4, ["0", "1"] * 4, [0.0, 1.0] * 4])
+def test_info_and_a_run_refuse_labels_that_are_no_integers_alike(tmp_path, labels):
+    table = picture_table(labels)
+    source = write(tmp_path, train_0=table, test_0=table)
+    errors = []
+    for read in (load, inspect):
+        with pytest.raises(DataError, match="column 'label' must hold integers, got ") as caught:
+            read(source)
+        errors.append(caught.value.problem)
+    assert errors[0] == errors[1]
+
+
 @BOTH
 def test_files_that_name_the_pictures_differently_are_refused(tmp_path, input):
     one, other = picture_table([0, 1]), picture_table([0, 1], name="img")

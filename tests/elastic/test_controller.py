@@ -3,6 +3,8 @@
 Further tests of the controller are in the other ``test_controller_*`` files.
 """
 
+import dataclasses
+
 import pytest
 from controller_harness import BOTH, ControllerHarness, record, report, scored
 
@@ -125,6 +127,16 @@ def test_losses_with_progress_between_them_are_not_in_a_row():
     assert harness.state is State.TRAINING
 
 
+def test_rounds_that_are_trained_again_are_no_progress_between_losses():
+    harness = ControllerHarness((2, 3), max_restarts=2).start()
+    rounds = [report("w0", round) for round in (1, 2, 3)]
+    harness.step(*rounds)
+    for worker_id in ("w2", "w3"):
+        harness.step(Lost(worker_id, "the actor died"), *rounds)
+    with pytest.raises(ProcessLostError, match=r"loss 3 in a row"):
+        harness.step(Lost("w4", "the actor died"), *rounds)
+
+
 @BOTH
 @pytest.mark.parametrize("is_first_scored", [True, False])
 def test_the_center_of_a_resumed_run_is_scored_if_the_earlier_driver_had_no_score_of_it(
@@ -189,6 +201,34 @@ def test_a_fault_of_the_center_fires_once(is_sync):
     assert harness.log_lines[-1] == "fault 1: kill center at round 3"
     assert all(call[0] != "inflict" for call in [*harness.step(news), *harness.steps(3)])
     assert harness.controller.planned_faults.fired == ["fault 1: kill center at round 3"]
+
+
+def after_seconds(seconds):
+    news = record(41)
+    progress = dataclasses.replace(news.progress, seconds=seconds)
+    return Published((0,), (dataclasses.replace(news, progress=progress),))
+
+
+def test_the_seconds_of_a_fault_of_the_center_are_seconds_of_training():
+    plan = FaultPlan((Fault(0, "kill", "center", "second", 12.0),))
+    harness = ControllerHarness(faults=plan)
+    harness.now = 100.0  # the start took long
+    harness.start()
+    assert all(call[0] != "inflict" for call in harness.step(after_seconds(11.0)))
+    assert ("inflict", plan.faults[0]) in harness.step(after_seconds(12.5))
+
+
+def test_a_fault_of_the_center_that_was_due_in_an_earlier_start_does_not_fire_again():
+    plan = FaultPlan(
+        (
+            Fault(0, "kill", "center", "round", 3.0),
+            Fault(1, "kill", "center", "second", 12.0),
+            Fault(2, "kill", "center", "round", 41.0),
+        )
+    )
+    harness = ControllerHarness(faults=plan, first_round=40, first_seconds=30.0).start()
+    calls = harness.step(after_seconds(31.0))
+    assert [call for call in calls if call[0] == "inflict"] == [("inflict", plan.faults[2])]
 
 
 def test_a_fault_of_any_worker_is_logged_with_the_id_of_that_worker():

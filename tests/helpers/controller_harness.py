@@ -144,6 +144,7 @@ class ControllerHarness:
         callbacks = more.pop("callbacks", ())
         optimizer = more.pop("optimizer", OptimizerConfig())
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
+        first_seconds = more.pop("first_seconds", 0.0)
         is_first_scored = more.pop("is_first_scored", True)
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
@@ -165,6 +166,7 @@ class ControllerHarness:
             resolve(config),
             self.recorder,
             first_round=first_round,
+            first_seconds=first_seconds,
             first_generation=generation,
             is_first_scored=is_first_scored,
             own_states=dict(own_states),

@@ -139,10 +139,22 @@ def test_a_setting_that_names_a_file_which_is_not_uploaded_is_refused(options, t
         ["--task", "mine:Task"],
         ["--task", "texts.mine:Task"],
         ["--fault-plan", "plan.yaml"],
+        ["--optimizer", "mine:Optimizer"],
+        ["--lr-schedule", "mine:schedule"],
     ],
 )
 def test_a_setting_that_names_an_uploaded_file_is_accepted(options, tmp_path):
     submitting._plan(submitting._SubmitOptions(working_dir=folder_to_upload(tmp_path)), options)
+
+
+def test_a_fault_plan_in_the_working_folder_is_checked(tmp_path):
+    folder = folder_to_upload(tmp_path)
+    Path(folder, "plan.yaml").write_text("faults: [{fault: kill, target: w9, at: round 1}]")
+    with pytest.raises(ConfigError, match="w9"):
+        submitting._plan(
+            submitting._SubmitOptions(working_dir=folder),
+            ["--fault-plan", "plan.yaml", "--workers", "2"],
+        )
 
 
 def folder_to_upload(parent):
@@ -153,6 +165,7 @@ def folder_to_upload(parent):
     ):  # fmt: skip
         (parent / name).parent.mkdir(parents=True, exist_ok=True)
         (parent / name).touch()
+    (parent / "work/plan.yaml").write_text("faults: [{fault: kill, target: any, at: round 1}]")
     (parent / "work/.rayignore").write_text("secret.*\n")
     return str(parent / "work")
 

@@ -28,12 +28,12 @@ KILLED = JobState("FAILED", -9)
         (JobState("FAILED", 2), Fate.FAILED, 2),
         (JobState("FAILED", 1), Fate.FAILED, 1),
         (JobState("FAILED", 75), Fate.LOST, 75),
-        (KILLED, Fate.LOST, 1),
-        (JobState("FAILED", 137), Fate.LOST, 1),
-        (JobState("FAILED", -11), Fate.LOST, 1),
-        (JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED"), Fate.LOST, 1),
-        (JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"), Fate.LOST, 1),
-        (JobState(UNKNOWN), Fate.LOST, 1),
+        (KILLED, Fate.LOST, 75),
+        (JobState("FAILED", 137), Fate.LOST, 75),
+        (JobState("FAILED", -11), Fate.LOST, 75),
+        (JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED"), Fate.LOST, 75),
+        (JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"), Fate.LOST, 75),
+        (JobState(UNKNOWN), Fate.LOST, 75),
         (JobState("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE", "no tyro"), Fate.FAILED, 1),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_lost_driver_is_resubmitted_and_each_loss_is_one_line():
 def test_retries_are_bounded_and_the_last_message_says_how_to_resume():
     jobs = FakeJobs(KILLED, KILLED, KILLED)
     harness = SubmitterHarness(jobs, retries=1)
-    assert harness.submitter.run() == 1
+    assert harness.submitter.run() == 75
     assert len(jobs.commands) == 2
     assert "to resume: the same command with --run-name digits and --resume" in harness.messages[-1]
 
@@ -151,9 +151,11 @@ def test_a_cluster_that_does_not_answer_for_some_time_is_awaited():
 )
 def test_a_cluster_that_stays_silent_is_given_up_in_bounded_time(jobs):
     harness = SubmitterHarness(jobs, wait_s=30.0)
-    with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or continue"):
+    sentence = r"did not answer for 30 s; raise --wait-s, or continue"
+    with pytest.raises(RaydlError, match=sentence) as caught:
         harness.submitter.run()
     assert 30 < harness.now < 40
+    assert caught.value.exit_status == 75
 
 
 def test_the_error_of_a_silent_cluster_names_the_command_to_continue_with():
@@ -197,7 +199,7 @@ def test_the_id_of_a_job_is_plain_ascii():
 
 
 def test_following_only_ends_like_the_job_and_refuses_an_unknown_job():
-    assert SubmitterHarness(FakeJobs(RUNNING, KILLED)).submitter.follow_only("x") == 1
+    assert SubmitterHarness(FakeJobs(RUNNING, KILLED)).submitter.follow_only("x") == 75
     with pytest.raises(RaydlError, match="the cluster has no job x"):
         SubmitterHarness(FakeJobs(JobState(UNKNOWN))).submitter.follow_only("x")
 

@@ -299,6 +299,20 @@ def test_a_name_that_cannot_be_imported_is_reported(own_module, name, sentence):
         Classification(name)
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("import no_such_library", ModuleNotFoundError),
+        ("raise ValueError('no_such_library')", ValueError),
+    ],
+)
+def test_an_error_inside_a_users_module_arrives_unchanged(own_module, tmp_path, line, error):
+    (tmp_path / f"{own_module}.py").write_text(line)
+    with pytest.raises(error, match="no_such_library") as caught:
+        Classification(f"{own_module}:build")
+    assert caught.traceback[-1].path.name == f"{own_module}.py"
+
+
 def test_torchvision_is_imported_only_if_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert Classification("resnet18").name == "resnet18"

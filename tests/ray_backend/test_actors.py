@@ -1,4 +1,4 @@
-"""A worker's actor keeps the state that it starts from until it has joined a generation."""
+"""The actors of worker and evaluator, without Ray."""
 
 import threading
 from contextlib import nullcontext
@@ -12,8 +12,9 @@ from raydl.config import TrainConfig
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.core.saved_state import pack
-from raydl.errors import ExchangeError
-from raydl.ray_backend.actors import WorkerActor
+from raydl.errors import ExchangeError, InfrastructureError
+from raydl.ray_backend import actors
+from raydl.ray_backend.actors import EvaluatorActor, WorkerActor
 from raydl.storage import Sum
 
 STATE = {"round": 3}
@@ -63,3 +64,18 @@ def test_a_state_that_arrived_in_part_does_not_damage_the_next_one(actor):
     for start in (0, 50):
         actor.feed_state(start, data[start : start + 50] if start == 0 else data[50:], written)
     assert actor._own_state == {"round": 7}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(ZeroDivisionError("mine"), ZeroDivisionError), (MemoryError(), None)]
+)
+def test_an_error_while_the_evaluators_model_is_built_is_that_of_the_evaluation(
+    monkeypatch, error, raised
+):
+    monkeypatch.setattr(actors, "Evaluator", Mock(side_effect=[error, Mock(num_scored=3)]))
+    evaluator = EvaluatorActor.__ray_metadata__.modified_class(None, None, None, {})
+    assert evaluator.num_scored() == 0
+    with pytest.raises(raised or InfrastructureError):
+        evaluator.evaluate(None)
+    evaluator.evaluate(None)
+    assert evaluator.num_scored() == 3

@@ -83,7 +83,7 @@ def train(actors, config, generation=1):
     wait_for(  # workers do not wait until the snapshot has arrived
         lambda: last in ray.get(center.poll.remote(), timeout=60).rounds
     )
-    return ray.get(center.get.remote(last), timeout=60)
+    return ray.get(center.newest.remote(), timeout=60)
 
 
 def check_center(config, snapshot):

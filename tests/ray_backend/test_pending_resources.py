@@ -46,6 +46,7 @@ def workers(*process_ids):
 @pytest.mark.parametrize(
     ("process_ids", "num_workers", "sentence"),
     [
+        ((), 3, ""),
         ((7, 8, 9), 3, "3 starting workers"),
         ((7, 8, 9), (1, 3), "3 starting workers; 1 is enough"),
         ((7, 0), 2, "1 starting worker and 1 more worker with {CPU: 0.5}; the cluster "

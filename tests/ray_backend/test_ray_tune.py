@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -146,3 +147,28 @@ def test_a_checkpoint_in_an_object_store_is_reported(monkeypatch, tmp_path):
         checkpoint = raydl.tune._Reports(uri)._new_checkpoint()
         copy = Path(checkpoint.to_directory(tmp_path / "copy"))
     assert (copy / "center.safetensors").is_file()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings(*QUIET)
+def test_a_trial_that_is_started_again_after_its_run_is_complete_reports_the_last_score_again(
+    monkeypatch, tmp_path
+):
+    reports = []
+    context = SimpleNamespace(get_trial_dir=lambda: str(tmp_path), get_trial_id=lambda: "trial_1")
+    monkeypatch.setattr(raydl.tune.tune, "get_context", lambda: context)
+    monkeypatch.setattr(
+        raydl.tune.tune, "report", lambda values, checkpoint: reports.append((values, checkpoint))
+    )
+    config = TrainConfig(
+        data="digits",
+        model="mlp",
+        scaling=ScalingConfig(num_workers=0),
+        training=TrainingConfig(epochs=2),
+    )
+    for _ in range(2):
+        raydl.tune.trainable(config)({})
+    *_, (last, _), (again, checkpoint) = reports
+    assert again == pytest.approx(last)
+    assert again["epoch"] == 2
+    assert checkpoint is not None

@@ -92,6 +92,9 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
             "training.epochs, training.samples and training.seconds cannot be set",
         ),
         (["--name", "x"], "run.name, run.run_dir, run.storage_path and run.resume cannot be set"),
+        (["--out", "s3://b/x"], "out must be a folder of this machine, got s3://b/x"),
+        (["--patience", "2"], "training.stop_at_accuracy and training.patience cannot be set"),
+        (["--workers", "2,3", "--group-size", "2"], "method.group_size must divide"),
     ],
 )
 def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence, capsys):

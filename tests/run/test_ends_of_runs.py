@@ -1,6 +1,7 @@
 """A run leaves its result even if its last files can not be written at first."""
 
 import dataclasses
+import errno
 import json
 import shutil
 import threading
@@ -11,6 +12,7 @@ import pytest
 from disks import fill
 from ensembles import linear
 from recorders import FakeStore as Store
+from recorders import MemoryWriter
 from recorders import collected_round as collected
 from recorders import make_recorder as make
 from safetensors.torch import load_file
@@ -240,6 +242,20 @@ def test_a_run_that_reached_its_accuracy_and_lacks_a_last_file_trains_no_further
     assert (folder / missing).exists()
     with pytest.raises(ConfigError, match="the run is complete: "):
         fit(resume=True)
+
+
+def test_an_error_before_the_first_record_leaves_no_panel_behind(tmp_path, monkeypatch):
+    reporter, closed = MemoryWriter(), []
+    monkeypatch.setattr(reporter, "close", lambda: closed.append(True))
+    monkeypatch.setattr("raydl.run.trainer.make_reporter", lambda *_, **__: reporter)
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("raydl.run.folder.RunFolder.write_config", fail)
+    with pytest.raises(OSError, match="No space left"):
+        trainer(tmp_path / "run").fit()
+    assert closed == [True]
 
 
 class RoundsCallback(raydl.Callback):

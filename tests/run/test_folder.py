@@ -1,5 +1,6 @@
 """A run's folder and its copies in the storage of the run."""
 
+import subprocess
 import tracemalloc
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from raydl import cli
 from raydl.config import RunConfig, TrainConfig
 from raydl.errors import ConfigError
-from raydl.run.folder import RunFolder
+from raydl.run.folder import RunFolder, _commit
 from raydl.storage import Storage
 
 
@@ -26,6 +27,17 @@ def test_a_new_run_does_not_continue_the_curves_of_another_one_on_this_machine(t
     with pytest.raises(ConfigError, match=sentence), folder.held(resume=False):
         pass
     assert not folder.storage.exists("config.json")
+
+
+@pytest.mark.parametrize("place", ["raydl/run", ".venv/lib/raydl/run"])
+def test_the_recorded_commit_is_that_of_raydls_own_checkout(tmp_path, monkeypatch, place):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True, capture_output=True, timeout=60)
+    (tmp_path / place).mkdir(parents=True)
+    monkeypatch.setattr("raydl.run.folder.__file__", str(tmp_path / place / "folder.py"))
+    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True, timeout=60).strip()
+    assert _commit() == (head if place == "raydl/run" else None)
 
 
 def test_event_files_that_have_not_grown_are_not_copied_again(tmp_path, monkeypatch):

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 import raydl
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig
 from raydl.run.trainer import _own_states
+from raydl.storage import Storage
 
 
 class FailsLater(raydl.Classification):
@@ -35,6 +37,56 @@ def test_the_error_of_the_users_code_is_raised_since_no_other_process_could_go_o
     )
     with pytest.raises(ZeroDivisionError, match="my own mistake"):
         trainer.fit()
+
+
+class FailsToScore(raydl.Classification):
+    """A classification whose metrics raise an error, but not in the check before the run."""
+
+    num_calls = 0
+
+    def metrics(self, model, batch):
+        self.num_calls += 1
+        if self.num_calls > 1:
+            raise ZeroDivisionError("my own mistake")
+        return super().metrics(model, batch)
+
+
+class FailsAtTheEnd(raydl.Callback):
+    """A callback that raises an error at the score of the last center."""
+
+    def evaluated(self, evaluated):
+        if evaluated.progress.num_samples == 2 * 96:
+            raise ZeroDivisionError("my own mistake")
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+@pytest.mark.parametrize(
+    ("task", "callbacks", "every_epochs", "is_trained"),
+    [
+        (FailsToScore, [], 1, False),
+        (FailsToScore, [], 9, True),
+        (raydl.Classification, [FailsAtTheEnd()], 1, True),
+    ],
+    ids=["a score", "the last score", "a callback at the last score"],
+)
+def test_an_error_in_a_score_loses_nothing_that_was_trained(
+    tmp_path, method, task, callbacks, every_epochs, is_trained
+):
+    trainer = raydl.Trainer(
+        task("mlp"),
+        "synthetic:96",
+        method=method,
+        scaling=raydl.ScalingConfig(num_workers=0),
+        training=raydl.TrainingConfig(epochs=2, batch_size=8),
+        evaluation=raydl.EvaluationConfig(every_epochs=every_epochs),
+        checkpoint=raydl.CheckpointConfig(every_s=None),
+        run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+        callbacks=callbacks,
+    )
+    with pytest.raises(ZeroDivisionError, match="my own mistake"):
+        trainer.fit()
+    assert CheckpointStore(Storage(str(tmp_path / "run"))).names()
+    assert (tmp_path / "run/center.safetensors").exists() == is_trained
 
 
 class DivergesAtItsEnd(raydl.Classification):

@@ -49,6 +49,17 @@ def test_a_last_checkpoint_that_fails_is_an_error():
         recorder.close()
 
 
+def test_the_training_time_does_not_fall_while_the_first_record_is_awaited(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
+    recorder, _ = make(Store())
+    before = recorder.seconds
+    now[0] = 105.0
+    recorder.event("generation 1: w0")
+    assert recorder.seconds == recorder.figures()["seconds"] == before
+    recorder.close()
+
+
 def test_a_checkpoint_that_is_overdue_is_logged_once(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])

@@ -1,5 +1,9 @@
 """The result of a run is read from its folder, with the weights of its newest checkpoint."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -32,6 +36,14 @@ def test_a_checkpoint_gives_the_weights_of_the_center(result):
     assert state.keys() == trained.keys()
     assert all(torch.equal(state[name], trained[name]) for name in trained)
     assert load_file(f"{result.checkpoint.path}/center.safetensors").keys() == trained.keys()
+
+
+def test_the_result_of_an_earlier_start_is_not_that_of_a_run_that_was_resumed(result, tmp_path):
+    run = Path(shutil.copytree(result.path, tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "driver_epoch": 2}))
+    with pytest.raises(DataError, match=r"resumed after result\.json was written"):
+        raydl.Result.from_path(str(run))
 
 
 def test_a_missing_run_result_or_checkpoint_is_an_error(result, tmp_path):

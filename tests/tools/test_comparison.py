@@ -334,6 +334,7 @@ def test_options_of_train_apply_to_all_runs():
             "run.name, run.run_dir, run.storage_path and run.resume cannot be set in a comparison",
         ),
         ("--seeds 0", "seeds must be 1 or more, got 0"),
+        ("--samples 9 --out s3://b/x", "out must be a folder of this machine, got s3://b/x"),
         ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),
         ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
         ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),

@@ -404,6 +404,12 @@ def test_a_conversion_that_is_refused_gives_one_sentence_and_changes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_info_refuses_a_test_set_with_other_classes_as_a_run_does(tmp_path):
+    source, _ = broken(tmp_path, "other classes")
+    with pytest.raises(DataError, match=SENTENCES["other classes"]):
+        inspect(source)
+
+
 def test_settings_out_of_range_are_refused(capsys):
     for options in (["--rows-per-group", "0"], ["--rows-per-file", "0"], ["--seed", "-1"]):
         assert cli.main(["data", "convert", "digits", "out", *options]) == 2

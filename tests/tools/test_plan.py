@@ -21,6 +21,7 @@ from raydl.core.cost_model import FLAT, choose, predict_s
 from raydl.core.methods import METHODS
 from raydl.core.rules import Elastic
 from raydl.errors import ConfigError, UnknownNameError
+from raydl.models import MODELS
 from raydl.tools.plan import (
     NETWORKS,
     Plan,
@@ -479,6 +480,18 @@ def test_without_a_given_time_a_step_is_measured_here(capsys):
     assert workload["is_step_measured"]
     assert 0 < workload["step_s"] < 1
     assert workload["parameters"] == 16 * 256 + 256 + 256 * 256 + 256 + 256 * 3 + 3
+
+
+def test_a_language_model_is_planned_with_the_texts_that_it_was_made_for(capsys):
+    options = ["--model", "gpt-nano", "--workers", "2", "--batch-size", "1", "--json"]
+    workloads = []
+    for more in ([], ["--data-shape", "16", "--classes", "50"]):
+        assert cli.main(["plan", *options, *more]) == 0
+        workloads.append(json.loads(capsys.readouterr().out)["workload"])
+    own, smaller = workloads
+    assert own["parameters"] == MODELS["gpt-nano"].num_parameters
+    assert smaller["parameters"] < own["parameters"]
+    assert 0 < smaller["step_s"] < 1
 
 
 def test_a_users_network_needs_only_its_size_and_step_time(capsys):

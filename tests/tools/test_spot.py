@@ -134,6 +134,21 @@ def test_a_machine_with_two_workers_loses_both(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_each_lost_worker_loses_half_a_round_but_no_more_than_it_has_trained(method):
+    fleet = Fleet(num_workers=4, workers_per_machine=2)
+
+    def samples(round_s, *preemptions, until_s=210.0):
+        return simulate(
+            fleet, preemptions, method=method, speed=speed, round_s=round_s, until_s=until_s
+        ).num_samples
+
+    short, long = (samples(round_s, Preemption(200.0, 0)) for round_s in (0.5, 40.5))
+    assert short - long == pytest.approx(2 * 100 * 20, rel=0.1)
+    often = [Preemption(60.0 * k, k % 2) for k in range(1, 20)]
+    assert 0 <= samples(1000.0, *often, until_s=1200.0) < samples(1.0, *often, until_s=1200.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_all_machines_may_be_lost_at_once(method):
     fleet = Fleet(num_workers=3, spares=1)
     result = simulated(fleet, *[Preemption(200.0, machine) for machine in range(3)], method=method)

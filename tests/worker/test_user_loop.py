@@ -1,5 +1,8 @@
 """A user's loop trains the same bits as the worker's loop; the user controls the rest."""
 
+import contextlib
+import dataclasses
+import functools
 import io
 import re
 import threading
@@ -10,10 +13,19 @@ from ensembles import Ensemble, tiny_images
 from user_loops import Threads, copy_state, equal_states, run_all, user_loop_config
 
 import raydl
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.core.rules import Rule, Sends
+from raydl.config import (
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.core.rules import Elastic, Rule, Sends
+from raydl.elastic.rendezvous import RendezvousServer
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.tasks import Classification
+from raydl.worker.user_loop import job_of, terms_of
 
 LR, MOMENTUM = 0.05, 0.9
 IMAGES = tiny_images(144)  # a multiple of a round for every period below
@@ -151,6 +163,24 @@ def test_an_evaluation_of_the_center_changes_no_later_step():
                         model(torch.zeros(4, 1, 4, 4))  # in training mode: the statistics change
             results.append(copy_state(model))
     assert equal_states(*results)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_state_that_is_saved_inside_center_has_the_replica(is_nested):
+    model, optimizer, elastic = alone()
+    with elastic:
+        take_steps(model, optimizer, elastic, 5)
+        before = elastic.state_dict()
+        with elastic.center():
+            with elastic.center() if is_nested else contextlib.nullcontext():
+                saved = elastic.state_dict()
+            with pytest.raises(AttachError, match="the model holds the center"):
+                elastic.step()
+    for name in ("weights", "buffers"):
+        assert torch.equal(saved["replica"][name], before["replica"][name])
+    for part in (saved, saved["replica"]):
+        expected = before["untrained"] if part is saved else before["replica"]["untrained"]
+        assert equal_states(part["untrained"], expected)
 
 
 def test_a_step_inside_center_is_refused():
@@ -548,6 +578,25 @@ def test_attach_outside_a_ray_actor_says_that_it_needs_one():
     model = net()
     with pytest.raises(ConfigError, match="must be called inside a Ray actor"):
         raydl.attach(model, sgd(model), name="run", num_workers=2)
+
+
+def test_a_worker_whose_rule_has_other_values_is_refused():
+    job = functools.partial(job_of, user_loop_config(MethodConfig(name="x:Elastic"), 1))
+    first, other = net(), net()
+    terms = terms_of(job(first, sgd(first), Elastic(0.9)), first)
+    assert terms == terms_of(job(other, sgd(other), Elastic(0.9)), other)
+    server = RendezvousServer("run", job(first, sgd(first), Elastic(0.9)), terms)
+    with pytest.raises(ConfigError, match=r"method must be .*: it is Elastic\(beta=0.9.*beta=0.5"):
+        server.register(None, terms_of(job(other, sgd(other), Elastic(0.5)), other))
+
+
+def test_a_worker_on_another_kind_of_device_is_refused_if_all_sum():
+    config, model = user_loop_config(MethodConfig(name="sync-easgd"), 2), net()
+    on_gpu = dataclasses.replace(config, scaling=ScalingConfig(num_workers=2, use_gpu=True))
+    job, other = (job_of(c, model, sgd(model), None) for c in (config, on_gpu))
+    server = RendezvousServer("run", job, terms_of(job, model))
+    with pytest.raises(ConfigError, match=r"device of the model must be .* it is cpu, got cuda"):
+        server.register(None, terms_of(other, model))
 
 
 def test_the_error_for_a_worker_with_different_settings_names_them():

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from raydl.config import MethodConfig, TrainConfig
-from raydl.config.checks import require
+from raydl.config.checks import require, require_local
 from raydl.errors import ConfigError
 from raydl.tools.comparison.figures import Run
 
@@ -44,6 +44,7 @@ class Comparison:
         if self.base.method.name != MethodConfig().name:
             raise ConfigError("method.name", "cannot be set in a comparison; use --methods")
         self.base.run.refuse_folder("in a comparison")
+        require_local("out", self.out)
 
 
 def method_names(text: str) -> list[str]:
