@@ -213,6 +213,39 @@ def test_a_task_without_loss_among_its_metrics_is_refused(table, tmp_path):
         train(Silent(line, cross_entropy), table, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("classes", "got"),
+    [
+        (lambda logits: logits.softmax(1), r"torch.float32 of shape \[2, 10\]"),
+        (lambda logits: logits.argmax(1).tolist(), "<class 'list'>"),
+    ],
+)
+def test_predictions_that_are_no_classes_are_refused_before_any_process_starts(
+    classes, got, tmp_path
+):
+    class Predicts(raydl.Classification):
+        def predict(self, model, inputs):
+            return classes(model(inputs))
+
+    with pytest.raises(ShapeError, match=f"predict must return 2 whole numbers .*, got {got}"):
+        train(Predicts("mlp"), "synthetic:64", tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_model_that_is_built_in_evaluation_mode_trains_so_and_that_is_logged(
+    is_training, table, tmp_path
+):
+    def build(shape):
+        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+        return model.train(is_training)
+
+    train(build, table, tmp_path, loss=cross_entropy)
+    events = json.loads((tmp_path / "run/status.json").read_text())["events"]
+    logged = [e for e in events if "2 modules with dropout or batch norm are in evaluation" in e]
+    assert len(logged) == (not is_training)
+
+
 def test_a_task_may_need_more_than_one_sample(table, tmp_path):
     def spread(model, batch):
         assert len(batch["y"]) > 1

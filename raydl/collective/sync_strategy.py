@@ -201,6 +201,8 @@ class SyncStrategy:
         )
         self._seconds = snapshot.progress.seconds
         self._round = self.version = snapshot.progress.round
+        self._sent_feedback: dict[Span, dict[str, torch.Tensor]] = {}
+        """The residuals after the messages of a failed round, by span."""
         """Number of rounds completed since the run began. ``version`` rises after the round's
         record is made, so that a report with the round has its record, too."""
         self._aggregator = RecordAggregator()
@@ -390,11 +392,13 @@ class SyncStrategy:
 
     def undo_round(self) -> None:
         """Undo the fragments that a failed round has committed."""
+        feedback = self._context.feedback
+        self._sent_feedback = {span: f.sent_state_dict() for span, f in feedback.items()}
         if len(self._centers) > 1:
             for center in self._centers:
                 center.undo_()
             for span, state in self._kept_feedback.items():
-                self._context.feedback[span].load_state_dict(state)
+                feedback[span].load_state_dict(state)
 
     def _free_untrained_claims(self) -> None:
         """Share how much of its open claims each rank has trained; free the rest.
@@ -583,7 +587,14 @@ class SyncStrategy:
         its progress since its last exchange: unless that progress is already counted, or its
         samples went to other workers. For a worker that is behind and has no open positions, it may
         be counted.
+
+        If the others completed the round whose last sum this worker missed, they have its messages,
+        so the residuals of its codecs are those after these messages.
         """
+        newest = snapshot.progress
+        if newest.generation == self.generation and newest.round > self._round:
+            for span, state in self._sent_feedback.items():
+                self._context.feedback[span].load_state_dict(state)
         sends, trained = self._context.method.rule.sends, self._trained
         num_open = len(trained)
         ledger = Ledger.from_state_dict(snapshot.ledger)

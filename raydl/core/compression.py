@@ -227,6 +227,11 @@ class ErrorFeedback:
         """Return a copy of the committed residual, on the CPU."""
         return {"residual": self.residual.to("cpu", copy=True)}
 
+    def sent_state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the state as if the exchange of the last message had succeeded."""
+        residual = self._next if self._is_open else self.residual
+        return {"residual": residual.to("cpu", copy=True)}
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state that ``state_dict`` returned, and discard the last message."""
         self.residual, self._next = state["residual"].clone(), torch.zeros(0)

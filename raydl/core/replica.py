@@ -195,6 +195,7 @@ class Replica:
         self._num_samples = 0
         self._num_begun: dict[int, int] = {}
         self._num_sent: dict[int, int] = {}
+        self._kept_num_sent: dict[int, int] = {}
         self._num_dropped = 0
         self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
         self._reached_sent: dict[int, tuple[int, ...]] = {}
@@ -478,13 +479,15 @@ class Replica:
 
     def keep(self) -> None:
         """Record the changes by exchanges from now on, for ``undo_``."""
-        self._moves = []
+        self._moves, self._kept_num_sent = [], dict(self._num_sent)
 
     def undo_(self) -> None:
         """Undo the changes by exchanges since ``keep``; local steps are kept."""
-        for span, move in self._moves or ():
+        if self._moves is None:
+            return
+        for span, move in self._moves:
             self.flat.weights[span].add_(move)
-        self._moves = None
+        self._moves, self._num_sent = None, self._kept_num_sent
 
     def _commit(self, step_plan: StepPlan) -> None:
         with self._parts.measure("center_update"):

@@ -64,16 +64,6 @@ def moving_rate(beta: float, num_workers: int) -> float:
     return min(beta / num_workers, 1.0)
 
 
-def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
-    """Return the largest stable alpha if all workers exchange at once.
-
-    alpha <= (4 - 2*eta*h) / (2*(1 + p) - p*eta*h) on a quadratic of curvature h, where
-    ``lr_curvature`` is eta*h, in [0, 2).
-    """
-    p = num_workers
-    return (4 - 2 * lr_curvature) / (2 * (1 + p) - p * lr_curvature)
-
-
 def moving_rate_limit_in_turn(*, lr_curvature: float = 0.0) -> float:
     """Return the largest stable alpha if workers exchange one by one, for any p.
 

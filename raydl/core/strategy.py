@@ -144,7 +144,7 @@ class Strategy(Protocol):
 
         Args:
             step: step of the round, counted from 0.
-            local_step: local steps of this worker before the round.
+            local_step: local steps of this worker before this one, also those of the round.
         """
         ...
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from raydl.config import TrainConfig
 from raydl.core.custom_rule import try_rule
@@ -25,7 +27,7 @@ from raydl.core.saved_state import check_state
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError, UnknownNameError
-from raydl.tasks import ChecksOutput, Derives, Task, build_model, in_precision
+from raydl.tasks import ChecksOutput, Derives, Predicts, Task, build_model, in_precision
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class PreflightResult:
     """The model, in the state in which it was built."""
     moved: tuple[str, ...]
     """Frozen parameters that the loss or the metrics change."""
+    num_in_evaluation: int
+    """Modules with dropout or batch norm that were built in evaluation mode."""
 
 
 def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method) -> PreflightResult:
@@ -57,6 +61,7 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     shape = batches.samples.shape
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
+    num_in_evaluation = sum(map(_is_in_evaluation, model.modules()))
     check_weights(task.name, flat.parameters, config, method)
     if method.has_custom_rule:
         shards, fragments = config.exchange.center_shards, config.exchange.fragments
@@ -79,6 +84,8 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
             if method.needs_all_gradients:
                 _check_gradients(task, flat, first_samples(batches, config.training.batch_size))
             scores = _try_metrics(task, model, batch)
+            if isinstance(task, Predicts) and shape.has_labelled_pictures:
+                _try_predictions(task, model, batch)
     except (RuntimeError, IndexError) as error:
         raise ShapeError(task.name, f"does not accept {shape}: {error}") from error
     _check_names(task.name, names, model)
@@ -91,7 +98,7 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     flat.weights.copy_(weights)
     flat.buffers.copy_(buffers)
     flat.non_trainable.load(non_trainable)
-    return PreflightResult(flat, moved)
+    return PreflightResult(flat, moved, num_in_evaluation)
 
 
 def first_samples(batches: Batches, wanted: int) -> Any:
@@ -147,6 +154,31 @@ def _check_loss(name: str, loss: Any) -> None:
     else:
         return
     raise ShapeError(name, f"the loss {problem}")
+
+
+def _is_in_evaluation(module: nn.Module) -> bool:
+    """Whether a module has dropout or batch norm, and is not in training mode."""
+    is_dropout = isinstance(module, _DropoutNd) and module.p > 0
+    return not module.training and (is_dropout or isinstance(module, _BatchNorm))
+
+
+def _try_predictions(task: Predicts, model: nn.Module, batch: Batch) -> None:
+    """Predict the classes of a batch, as for the examples in TensorBoard.
+
+    Raises:
+        ShapeError: they are not a whole number for each picture.
+    """
+    count = num_samples_of(batch)
+    model.eval()
+    with torch.no_grad():
+        classes = task.predict(model, batch[0])
+    model.train()
+    is_tensor = isinstance(classes, Tensor)
+    if not is_tensor or classes.shape != (count,) or classes.is_floating_point():
+        got = f"{classes.dtype} of shape {list(classes.shape)}" if is_tensor else type(classes)
+        name = getattr(task, "name", type(task).__name__)
+        raise ShapeError(name, f"predict must return {count} whole numbers for {count} pictures, "
+                               f"got {got}")  # fmt: skip
 
 
 def _try_metrics(task: Task, model: nn.Module, batch: Batch) -> dict[str, float]:

@@ -538,16 +538,24 @@ def _read_faults(config: TrainConfig) -> FaultPlan:
 
 
 def _notes_on(preflight: PreflightResult, method: Method) -> list[str]:
-    """Return a warning if a model changes frozen parameters, which messages do not carry."""
+    """Return warnings about what a user may not expect of the model."""
+    notes = []
+    if count := preflight.num_in_evaluation:
+        notes.append(
+            f"{count} module{'s' if count > 1 else ''} with dropout or batch norm "
+            f"{'are' if count > 1 else 'is'} in evaluation mode, as the model was built, and "
+            f"{'stay' if count > 1 else 'stays'} in it; call train() on the built model to train "
+            f"with dropout and batch statistics"
+        )
     moved = preflight.moved
-    if not moved or method.is_sync:
-        return []
-    others = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-    return [
-        f"the model changes its frozen {moved[0]}{others} by itself: each worker keeps its own "
-        f"values, and the center keeps the first ones; use a synchronous method to keep those of "
-        f"one worker"
-    ]
+    if moved and not method.is_sync:  # messages do not carry them
+        others = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        notes.append(
+            f"the model changes its frozen {moved[0]}{others} by itself: each worker keeps its own "
+            f"values, and the center keeps the first ones; use a synchronous method to keep those "
+            f"of one worker"
+        )
+    return notes
 
 
 def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:

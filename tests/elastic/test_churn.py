@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from ensembles import tiny_images
@@ -129,6 +130,23 @@ def test_consecutive_broken_exchanges_neither_lose_nor_double_samples(rule):
         history.train(*others, lost={lost: (0, 1)})
     history.end("w3")
     assert (history.snapshot.weights == 3).all()
+
+
+@pytest.mark.parametrize(("fragments", "missed"), [(1, (0, 0)), (2, (0, 1))])
+@pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
+def test_the_residuals_of_a_worker_that_missed_a_sum_are_those_after_its_message(
+    rule, fragments, missed
+):
+    exchange = {"compression": "topk:0.3", "fragments": fragments}
+    history = counting(rule, num_samples=60, exchange=exchange)
+    history.train("w0", "w1", "w2", rounds=2)
+    history.train("w0", "w1", "w2", missed={"w1": missed})
+    history.end("w0", "w1", "w2")
+    total = history.snapshot.weights.copy()
+    for worker in history.workers.values():
+        for (start, stop), feedback in worker.runner.feedback.items():
+            total[start:stop] += feedback.residual.numpy()
+    assert total == pytest.approx(np.full(60, 3.0))
 
 
 def test_of_two_copies_of_a_round_the_one_with_more_claims_continues():
