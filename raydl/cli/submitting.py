@@ -115,7 +115,6 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     if name is not None and config.run.name != name:
         raise ConfigError("submit.run_name", "and run.name exclude each other; give one")
     require(config.scaling.max_workers > 0, "scaling.num_workers", "1 or more in a job", 0)
-    _check(config, options.working_dir or ".")
     if options.working_dir is None:
         submission.check_what_travels(config, here=Path.cwd())
     else:
@@ -123,6 +122,7 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
         _check_size(options.working_dir, uploaded)
         here = Path(options.working_dir).absolute()
         submission.check_what_travels(config, here=here, uploaded=uploaded)
+    _check(config, options.working_dir or ".")
     # Two submissions of a sweep may begin in the same second.
     message_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     return submission.plan_run(words, config, message_id=message_id, python=options.python)

@@ -201,10 +201,10 @@ class SyncStrategy:
         )
         self._seconds = snapshot.progress.seconds
         self._round = self.version = snapshot.progress.round
-        self._sent_feedback: dict[Span, dict[str, torch.Tensor]] = {}
-        """The residuals after the messages of a failed round, by span."""
         """Number of rounds completed since the run began. ``version`` rises after the round's
         record is made, so that a report with the round has its record, too."""
+        self._sent_feedback: dict[Span, dict[str, torch.Tensor]] = {}
+        """The residuals after the messages of a failed round, by span."""
         self._aggregator = RecordAggregator()
         self._group = group
         self._votes: dict[str, float] = {}

@@ -607,13 +607,10 @@ def _filled_method(
 
 def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
     """Return the settings with the resolved values of the method, as a run records them."""
-    row = METHODS.get(config.method.name)
-    filled = _filled_method(row, config.method, method.optimizer) if row else config.method
     return dataclasses.replace(
         config,
         method=dataclasses.replace(
-            filled if row and row.outer else config.method,
-            period=AUTO if method.finds_tuning else method.period,
+            config.method, period=AUTO if method.finds_tuning else method.period
         ),
         optimizer=method.optimizer,
     )

@@ -50,12 +50,14 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         run = replace(settings.run, run_dir=folder, resume=resumes, progress="none")
         settings = replace(settings, run=run)
         reports = _Reports(_root_of(settings, folder))
-        if resumes and reports.repeat_last():
-            return
         # By its public name: this module is below it.
         trainer = raydl.Trainer.from_config(settings)
         trainer.callbacks = (reports,)
-        trainer.fit()
+        try:
+            trainer.fit()
+        except ConfigError as error:  # if the run is complete, and its length the same
+            if error.setting != "run.resume" or not reports.repeat_last():
+                raise
 
     resources: Callable[[Mapping[str, Any]], None] = tune.with_resources(
         run_trial, {"CPU": _CPUS_OF_A_TRIAL}

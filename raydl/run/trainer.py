@@ -437,7 +437,9 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.evaluated(evaluated.without_center())
         if start.result:
-            return _result_of(start, start.result)
+            metrics = {**start.result, "driver_epoch": start.folder.epoch.number}
+            within(start.folder.storage, lambda: start.folder.write_result(metrics))
+            return _result_of(start, metrics)
         ended_by, ended_because = start.ended
         return _finish(recorder, start, task, ended_by=ended_by, ended_because=ended_because)
 

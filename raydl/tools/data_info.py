@@ -134,7 +134,7 @@ def _of_folders(layout: Layout, source: str) -> SourceInfo:
     listed = [labelled_files(place) for place in (*layout.train, *layout.test)]
     class_names = list(shared_class_names([names for _, _, names in listed], source=source))
     first = listed[0][0][0]
-    shape = _picture_shape(first.read(), source=first.name)
+    shape = _picture_shape(first.read(), None, source=first.name)
     parts = [
         PartInfo(
             name=name,
@@ -206,7 +206,7 @@ def _of_groups(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
         _with_classes(part, labels_of_part, len(class_names))
         for part, labels_of_part in zip(parts, labels, strict=True)
     ]
-    shape = _picture_shape(_first_picture(groups[0]), source=groups[0].name(0))
+    shape = _picture_shape(_first_picture(groups[0]), 0, source=groups[0].name(0))
     is_streamed = config.streams(lambda: num_train * int(np.prod(shape)))
     return _of_pictures(layout.kind, source, parts, class_names, shape, is_streamed=is_streamed)
 
@@ -268,10 +268,10 @@ def _first_picture(groups: FileGroups) -> bytes:
     return data
 
 
-def _picture_shape(data: bytes, *, source: str) -> tuple[int, ...]:
+def _picture_shape(data: bytes, row: int | None, *, source: str) -> tuple[int, ...]:
     """Return (channels, height, width) of an encoded picture."""
-    mode = mode_of(data, 0, source=source)
-    return decode_one(data, 0, mode=mode, source=source).shape
+    mode = mode_of(data, row, source=source)
+    return decode_one(data, row, mode=mode, source=source).shape
 
 
 def _columns(groups: FileGroups) -> tuple[ColumnInfo, ...]:

@@ -206,7 +206,7 @@ def terms_of(job: Job, model: nn.Module) -> dict[str, Any]:
     if job.method.has_custom_rule:
         terms["method"] = _text_of_rule(job.method.rule)
     if job.method.is_sync:
-        terms["device of the model"] = config.exchange_device
+        terms["device of the exchange"] = config.exchange_device
     return terms
 
 

@@ -146,11 +146,6 @@ def test_the_configuration_of_a_run_records_the_defaults_of_its_method():
     config = filled_in(user_config, resolve(user_config))
     assert config.method.period == 1
     assert (config.optimizer.lr, config.optimizer.momentum) == (0.025, 0.9)
-    assert (config.method.outer_lr, config.method.outer_momentum) == (None, None)
-    assert filled_in(config, resolve(config)) == config
-    user_config = TrainConfig(method=MethodConfig(name="diloco", outer_momentum=0.5))
-    config = filled_in(user_config, resolve(user_config))
-    assert (config.method.outer_lr, config.method.outer_momentum) == (0.7, 0.5)
     assert filled_in(config, resolve(config)) == config
 
 

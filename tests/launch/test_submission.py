@@ -149,8 +149,8 @@ def test_a_setting_that_names_an_uploaded_file_is_accepted(options, tmp_path):
 
 def test_a_fault_plan_in_the_working_folder_is_checked(tmp_path):
     folder = folder_to_upload(tmp_path)
-    Path(folder, "plan.yaml").write_text("faults: [{fault: kill, target: w9, at: round 1}]")
-    with pytest.raises(ConfigError, match="w9"):
+    Path(folder, "plan.yaml").write_text("faults: [{fault: kill, target: rank 9, at: round 1}]")
+    with pytest.raises(ConfigError, match="target must be a rank below 2"):
         submitting._plan(
             submitting._SubmitOptions(working_dir=folder),
             ["--fault-plan", "plan.yaml", "--workers", "2"],

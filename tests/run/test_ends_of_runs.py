@@ -205,6 +205,7 @@ def test_a_resumed_run_that_lacks_only_its_last_files_writes_them(complete_run, 
     ).read_bytes()
     message = f"the run in {folder} has finished training; its missing files are written"
     assert any(message in line for line in sentences(folder))
+    assert raydl.Result.from_path(str(folder)).metrics == after
     with pytest.raises(ConfigError, match="the run is complete"):
         trainer(folder, resume=True).fit()
 

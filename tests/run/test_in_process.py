@@ -75,7 +75,7 @@ def test_an_error_in_a_score_loses_nothing_that_was_trained(
     trainer = raydl.Trainer(
         task("mlp"),
         "synthetic:96",
-        method=method,
+        method=raydl.MethodConfig(name=method, period=1),
         scaling=raydl.ScalingConfig(num_workers=0),
         training=raydl.TrainingConfig(epochs=2, batch_size=8),
         evaluation=raydl.EvaluationConfig(every_epochs=every_epochs),

@@ -590,12 +590,12 @@ def test_a_worker_whose_rule_has_other_values_is_refused():
         server.register(None, terms_of(job(other, sgd(other), Elastic(0.5)), other))
 
 
-def test_a_worker_on_another_kind_of_device_is_refused_if_all_sum():
+def test_a_worker_that_would_sum_on_another_kind_of_device_is_refused():
     config, model = user_loop_config(MethodConfig(name="sync-easgd"), 2), net()
     on_gpu = dataclasses.replace(config, scaling=ScalingConfig(num_workers=2, use_gpu=True))
     job, other = (job_of(c, model, sgd(model), None) for c in (config, on_gpu))
     server = RendezvousServer("run", job, terms_of(job, model))
-    with pytest.raises(ConfigError, match=r"device of the model must be .* it is cpu, got cuda"):
+    with pytest.raises(ConfigError, match=r"device of the exchange must be .* it is cpu, got cuda"):
         server.register(None, terms_of(other, model))
 
 
