@@ -67,7 +67,7 @@ def _replaced_by(words: Sequence[str], options: Mapping[str, Option]) -> tuple[s
     """Return the settings that words replace in a file: lengths, and those given several times."""
     given = {
         word.partition("=")[0][2:].replace("_", "-")
-        for word, value in zip(words, [*words[1:], ""], strict=True)
+        for word, value in zip(words, [*words[1:], ""], strict=False)
         if word.startswith("--") and (word.partition("=")[2] or value) != "None"
     }
     # A length replaces all lengths of the file, which it would contradict.

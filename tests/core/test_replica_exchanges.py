@@ -149,6 +149,17 @@ def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
     torch.testing.assert_close(replica.flat.weights, before)
 
 
+def test_the_samples_of_an_exchange_that_is_undone_are_reported_again():
+    replica, exchange = small_replica(Elastic(BETA)), Still()
+    replica.step(batch_of())
+    replica.keep()
+    replica.step(batch_of(), both(exchange))
+    replica.undo_()
+    replica.step(batch_of(), both(exchange))
+    first, again = (header.num_samples for header in exchange.headers)
+    assert 0 < first == again / 2
+
+
 def test_the_distance_is_that_of_the_weights_before_the_codec():
     replica, exchange = small_replica(Elastic(BETA)), Still(seen=lambda weights: 0 * weights)
     before = replica.flat.weights.clone()

@@ -229,14 +229,6 @@ def test_with_controller_and_recorder_the_status_is_their_newest():
     assert [w.worker_id for w in status.workers] == ["w4"]
 
 
-def test_before_the_first_record_the_seconds_are_those_of_earlier_starts():
-    run_view = view()
-    numbers = recorder(0.5)
-    numbers.last, numbers.seconds = None, -8.0
-    run_view.follow_recorder(numbers, EventLog(Silent()))
-    assert run_view.status().progress.seconds == 9.0
-
-
 @pytest.mark.parametrize("accuracy", [math.nan, math.inf, None])
 def test_no_accuracy_is_none_and_the_status_is_plain_json(accuracy):
     run_view = view()
