@@ -580,7 +580,9 @@ class SyncStrategy:
         sizes = [stop - start for start, stop in self._spans]
         return joined_states([center.optimizer_state() for center in self._centers], sizes)
 
-    def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
+    def catch_up(
+        self, snapshot: Snapshot, *, is_behind: bool, unsent: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Return the replica's weights for the next generation, or None if they do not change.
 
         If the rule sends weights, the replica keeps its own. Otherwise it follows the center, plus
@@ -588,14 +590,17 @@ class SyncStrategy:
         samples went to other workers. For a worker that is behind and has no open positions, it may
         be counted.
 
-        If the others completed the round whose last sum this worker missed, they have its messages,
-        so the residuals of its codecs are those after these messages.
+        If the others completed the round whose last sum this worker missed, they have its messages:
+        the residuals of its codecs are those after these messages, and only its progress since
+        then, ``unsent``, is not counted.
         """
-        newest = snapshot.progress
+        sends, trained, newest = self._context.method.rule.sends, self._trained, snapshot.progress
         if newest.generation == self.generation and newest.round > self._round:
             for span, state in self._sent_feedback.items():
                 self._context.feedback[span].load_state_dict(state)
-        sends, trained = self._context.method.rule.sends, self._trained
+            if unsent is not None:
+                trained.keep_first(0)
+                return torch.tensor(snapshot.weights, device=unsent.device).add_(unsent)
         num_open = len(trained)
         ledger = Ledger.from_state_dict(snapshot.ledger)
         num_kept = trained.num_claimed(ledger.claims_of(self._context.worker_id))

@@ -24,7 +24,7 @@ import io
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -476,6 +476,22 @@ class Replica:
                     self.flat.buffers.copy_(exchange.center.buffers)
                 if self._moves is not None and before is not None:
                     self._moves.append((exchange.span, before.sub_(weights)))
+
+    def unsent_progress(self, exchanges: Sequence[Exchange], last_step: StepPlan) -> Tensor:
+        """Return the progress since the messages of a round, shape [num_parameters].
+
+        Args:
+            exchanges: all exchanges of the round; their messages were sent.
+            last_step: plan of the step whose exchanges failed; all others have completed.
+        """
+        progress = torch.zeros_like(self.flat.weights)
+        for exchange in exchanges:
+            has_failed = exchange in last_step.join
+            sent = (
+                self._weights_sent(exchange, last_step) if has_failed else exchange.center.weights
+            )
+            progress[exchange.span] = self.flat.weights[exchange.span] - sent
+        return progress
 
     def keep(self) -> None:
         """Record the changes by exchanges from now on, for ``undo_``."""

@@ -65,6 +65,8 @@ class RoundRunner:
         self.feedback: dict[Span, ErrorFeedback] = {}
         self.is_behind = False
         """Whether its last exchange failed; others may have completed that exchange."""
+        self._unsent: torch.Tensor | None = None
+        """Then its progress since the messages of that round, if all of them were sent."""
         self.step_s = self.waited_s = self.round_s = 0.0
         """Times of the newest round, as in ``raydl.core.reports.WorkerReport``."""
         self._job = job
@@ -135,12 +137,12 @@ class RoundRunner:
         The last one may have ended with a failed exchange.
         """
         if self._sync is not None:
-            weights = self._sync.catch_up(snapshot, is_behind=self.is_behind)
+            weights = self._sync.catch_up(snapshot, is_behind=self.is_behind, unsent=self._unsent)
             if weights is not None:
                 device = self.replica.flat.weights.device
                 buffers = torch.tensor(snapshot.buffers, device=device)
                 self.replica.become(weights.to(device), buffers)
-        self.is_behind = False
+        self.is_behind, self._unsent = False, None
 
     def become(self, center: Snapshot) -> None:
         """Make the replica a copy of a center."""
@@ -193,7 +195,7 @@ class RoundRunner:
             ExchangeError: if others timed out; call ``undo_round`` next.
         """
         strategy = self.entered()
-        self._is_settled = False
+        self._is_settled, self._plan, self._step = False, [], 0
         if self._sync is not None:
             self._sync.step_s = self.step_s
             if len(strategy.exchanges) > 1:  # they commit one by one
@@ -289,9 +291,20 @@ class RoundRunner:
         if self._is_settled:
             return
         if self._sync is not None:
+            self._unsent = self._unsent_progress()
             self._sync.undo_round()
         self.replica.undo_()
         self.is_behind = True
+
+    def _unsent_progress(self) -> torch.Tensor | None:
+        """Return the progress since the messages of a round of which all were sent, if any."""
+        if self._method.rule.sends is not Sends.PROGRESS or self.num_left or not self._plan:
+            return None
+        exchanges, (begin, join) = self.entered().exchanges, self._plan[-1]
+        if len(begin) == len(join) == len(exchanges):  # the messages have all progress
+            return None
+        last_step = StepPlan.around(exchanges, begin, join, make_header=Header)
+        return self.replica.unsent_progress(exchanges, last_step)
 
     def _step_plan(self, begin: list[int], join: list[int]) -> StepPlan:
         return StepPlan.around(

@@ -154,6 +154,19 @@ def test_the_residuals_of_a_worker_that_missed_a_sum_are_those_after_its_message
     assert total == pytest.approx(np.full(60, 3.0))
 
 
+@pytest.mark.parametrize(
+    ("exchange", "missed"),
+    [({"fragments": 2}, (0, 1)), ({"delay": 2}, (0, 0)), ({"fragments": 3, "delay": 1}, (1, 2))],
+)
+def test_a_worker_that_missed_the_last_sum_keeps_its_progress_since_the_messages(exchange, missed):
+    history = counting(AllProgress(), num_samples=60, period=6, exchange=exchange)
+    history.train("w0", "w1", "w2", rounds=1)
+    history.train("w0", "w1", "w2", missed={"w1": missed})
+    history.end("w0", "w1", "w2")
+    assert (total_count(history) == 3).all()
+    history.assert_every_sample_once_an_epoch()
+
+
 def test_of_two_copies_of_a_round_the_one_with_more_claims_continues():
     history = History(config("sync-easgd", period=2), images=tiny_images(40))
     history.train("w0", "w1", "w2", lost={"w2": (1, 0)})  # w0 and w1 keep their claims
