@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from raydl.config.checks import require, require_positive
 from raydl.errors import UnknownNameError
@@ -45,9 +46,10 @@ class ScalingConfig:
     ready, in seconds."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_workers, list):
-            object.__setattr__(self, "num_workers", tuple(self.num_workers))
-        given = self.num_workers
+        given: Any = self.num_workers
+        if isinstance(given, list):
+            given = tuple(given)
+            object.__setattr__(self, "num_workers", given)
         bounds = given if isinstance(given, tuple) else (given, given)
         is_whole = len(bounds) == 2 and all(isinstance(bound, int) for bound in bounds)
         require(is_whole, "scaling.num_workers", "a whole number, or two of them", given)
