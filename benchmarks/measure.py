@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
+_CHOICES = ("only", "only_tls", "models", "methods")
+"""Options of benchmarks that choose a part of the cases."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Report:
     """Name of the benchmark's module."""
     command: str
     is_quick: bool
+    is_part: bool = False
+    """Whether only a part of the benchmark was run."""
     where: str = field(default_factory=lambda: f"{_today()}, {version()}, {machine()}")
     """The date, the commit and the machine, as the benchmark begins."""
     figures: list[Figure] = field(default_factory=list)
@@ -110,7 +114,9 @@ class Report:
         """
         arguments = " ".join(sys.argv[1:])
         arguments = re.sub(r" *--out[ =]\S+", "", arguments).strip()
-        return cls(name, f"python -m benchmarks.{name} {arguments}".rstrip(), options.quick)
+        command = f"python -m benchmarks.{name} {arguments}".rstrip()
+        is_part = any(getattr(options, name, None) for name in _CHOICES)
+        return cls(name, command, options.quick, is_part)
 
     def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table and print it."""
@@ -126,19 +132,24 @@ class Report:
         self.figures += figures
 
     def close(self, out: Path | None) -> None:
-        """Print the figures, and write the report to NAME.md and NAME.json in a folder, if any."""
-        lines = "\n".join(figure.line() for figure in self.figures) + "\n"
-        title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
+        """Print the figures, and write the report to NAME.md and NAME.json in a folder, if any.
+
+        A report of a part goes to NAME-part.md; one without figures, since all failed, is not
+        written.
+        """
+        lines = "".join(f"{figure.line()}\n" for figure in self.figures)
+        title = f"# {self.name}{' (quick)' if self.is_quick else ' (part)' if self.is_part else ''}"
         head = [title, f"    {self.command}", self.where]
         texts = {True: "met", False: "missed", None: ""}
         rows = [(f.name, f.value.text(), target_text(f), texts[f.is_met]) for f in self.figures]
         figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)
         print("\n\n".join([*head, figures]), end="\n\n")
         print(lines, end="", flush=True)
-        if out is not None:
+        if out is not None and self.figures:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{self.name}.md").write_text("\n\n".join([*head, *self._parts, figures]) + "\n")
-            (out / f"{self.name}.json").write_text(lines)
+            stem = out / f"{self.name}{'-part' if self.is_part else ''}"  # keeps the whole report
+            stem.with_suffix(".md").write_text("\n\n".join([*head, *self._parts, figures]) + "\n")
+            stem.with_suffix(".json").write_text(lines)
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

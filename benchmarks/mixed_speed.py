@@ -40,6 +40,7 @@ from benchmarks.time_to_accuracy import (
     reached_by_peer,
     reached_by_raydl,
     seconds_of,
+    without_crashes,
 )
 from benchmarks.watching import FOLDER, MODEL
 
@@ -224,6 +225,7 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
             for name, runs in times.items()
         ],
     )
+    times = without_crashes(report, times)
     report.add_figures(
         *(
             seconds_of("mixed_speed", name, [run.training_s for run in runs])
@@ -231,11 +233,13 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
         )
     )
     for name in [name for name in times if name in METHODS]:
-        for peer in (DDP, RAY_TRAIN):
+        for peer in (peer for peer in (DDP, RAY_TRAIN) if peer in times):
             figure = f"mixed_speed.{peer}_over_{name}".lower().replace(" ", "-")
             value = ratios(
                 [run.training_s for run in times[peer]], [run.training_s for run in times[name]]
             )
+            has_missed = not all(run.is_reached for run in times[name])
+            value = Spread(0.0, 0.0, 0.0) if has_missed else value
             report.add_figures(Figure(name=figure, value=value, target=SOONER))
 
 

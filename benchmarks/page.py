@@ -118,7 +118,7 @@ COMPARISONS = (
         "thin_link.ours.100.samples_per_s",
         {
             "torchrun DDP": "thin_link.ddp.100.samples_per_s",
-            "the same with PowerSGD": "thin_link.ddp-powersgd.100.samples_per_s",
+            "torchrun DDP with PowerSGD": "thin_link.ddp-powersgd.100.samples_per_s",
         },
     ),
     Comparison(
@@ -127,7 +127,7 @@ COMPARISONS = (
         "thin_link.ours.25.samples_per_s",
         {
             "torchrun DDP": "thin_link.ddp.25.samples_per_s",
-            "the same with PowerSGD": "thin_link.ddp-powersgd.25.samples_per_s",
+            "torchrun DDP with PowerSGD": "thin_link.ddp-powersgd.25.samples_per_s",
         },
     ),
     Comparison(
@@ -165,7 +165,7 @@ COMPARISONS = (
 
 
 def read_results(folder: Path) -> dict[str, tuple[list[Figure], str]]:
-    """Return (figures, report as Markdown) by benchmark, without short runs, by name.
+    """Return (figures, report as Markdown) by benchmark, without short or partial runs, by name.
 
     Raises:
         SystemExit: if the folder has no results.
@@ -173,8 +173,8 @@ def read_results(folder: Path) -> dict[str, tuple[list[Figure], str]]:
     results = {}
     for path in sorted(folder.glob("*.json")):
         text = path.with_suffix(".md").read_text()
-        if "(quick)" not in text.partition("\n")[0]:
-            figures = [Figure.of_line(line) for line in path.read_text().splitlines()]
+        if "(" not in text.partition("\n")[0]:
+            figures = [Figure.of_line(line) for line in path.read_text().split("\n") if line]
             results[path.stem] = figures, text
     if not results:
         raise SystemExit(f"{folder} has no results of whole benchmarks; run make bench first")
@@ -212,7 +212,8 @@ def _beside_others(results: dict[str, tuple[list[Figure], str]]) -> list[str]:
 def _row(comparison: Comparison, measured: Mapping[str, Figure]) -> str | None:
     """Return a row: the quantity, its value for raydl and for each other, and the ratio.
 
-    None: it was not measured for raydl or for any other.
+    None: it was not measured for raydl or for any other. Without the figure of one of the others,
+    which may have failed, nothing is said about the best one.
     """
     peers = {
         peer: measured[name].value.median
@@ -228,10 +229,13 @@ def _row(comparison: Comparison, measured: Mapping[str, Figure]) -> str | None:
     value = ours.value.median
     ratio = value / best if is_more else best / value
     benchmark = comparison.ours.partition(".")[0]
+    others = [f"{peer} {_number(of_peer)}" for peer, of_peer in ordered]
+    others += [f"{peer} not measured" for peer in comparison.peers if peer not in peers]
+    is_whole = len(peers) == len(comparison.peers)
+    verdict = f"{ratio:.3g} | {'🟢' if ratio >= 1 else '🔴'}" if is_whole else " | "
     return (
         f"| [{comparison.what}](#{benchmark}) | **{_number(value)}** {comparison.settings} | "
-        f"{', '.join(f'{peer} {_number(of_peer)}' for peer, of_peer in ordered)} | "
-        f"{ratio:.3g} | {'🟢' if ratio >= 1 else '🔴'} |"
+        f"{', '.join(others)} | {verdict} |"
     )
 
 

@@ -23,6 +23,10 @@ class RunError(RuntimeError):
     """A program failed or took too long; the text names it, with the end of its log."""
 
 
+class TimeOutError(RunError):
+    """A program took too long."""
+
+
 def end_cleanly() -> None:
     """Let SIGTERM raise SystemExit, so that this process ends the programs that it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
@@ -52,7 +56,8 @@ def wait_for(
     """Wait for the end of all programs.
 
     Raises:
-        RunError: if a program failed, or did not end within ``bound_s``; others may still run.
+        RunError: if a program failed; others may still run.
+        TimeOutError: if one did not end within ``bound_s``.
     """
     deadline = time.monotonic() + bound_s
     while any(process.poll() is None for process in started):
@@ -65,7 +70,7 @@ def wait_for(
             raise RunError(f"`{' '.join(command)}` failed:\n{end_of(log)}")
     for code, command, log in zip(codes, programs, logs, strict=True):
         if code is None:
-            raise RunError(f"`{' '.join(command)}` took over {bound_s:.0f} s:\n{end_of(log)}")
+            raise TimeOutError(f"`{' '.join(command)}` took over {bound_s:.0f} s:\n{end_of(log)}")
 
 
 def end_of(log: Path) -> str:

@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 
@@ -95,7 +96,9 @@ def start(arguments: tuple[str, ...], data: str, cluster: Cluster | None = None)
     Raises:
         WatchError: if the run took no step in time.
     """
-    with Watched([*arguments, "--data", data], cluster) as run:
+    with Watched([*arguments, "--data", data], cluster) as run, ExitStack() as stack:
+        if "torch.distributed.run" in arguments:  # its ranks have sessions of their own
+            stack.callback(run.end, within_s=_END_S)
         first = f"{NUM_WORKERS} workers have taken a step"
         run.wait_until(lambda: run.num_training() >= NUM_WORKERS, first, within_s=_UP_S)
         steps, built = run.steps(), run.built()
@@ -110,8 +113,6 @@ def start(arguments: tuple[str, ...], data: str, cluster: Cluster | None = None)
         if cluster is None:
             ray = [p for p, line in processes_of(run.process.pid).items() if "gcs_server" in line]
             moments |= {_RAY: min(map(started_at, ray))} if ray else {}
-        if "torch.distributed.run" in arguments:  # its ranks have sessions of their own
-            run.end(within_s=_END_S)
         return {name: moment - run.began_at for name, moment in moments.items()}
 
 

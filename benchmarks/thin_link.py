@@ -6,7 +6,8 @@ Two hosts (network namespaces, ``hosts.py``), one worker in each, LeNet on MNIST
 
 - at 10 Gbit/s, sync-easgd with the defaults of ``raydl train``: the unlimited speed;
 - at 100 and at 25 Mbit/s, sync-easgd with ``SETTINGS``, DDP by torchrun, and DDP with gradients
-  compressed by PowerSGD of rank 1, torch's own hook.
+  compressed by PowerSGD of rank 1, torch's own hook, from the third of some 500 steps on: the first
+  two take 8% of the time at 25 Mbit/s.
 
 The speed is samples per second of training: for raydl from the first record of a round to the last
 one before the center is sent back, for DDP from the first step to the last. The link rate changes
@@ -16,7 +17,9 @@ rate.
 
 The cost of the settings in samples to 98.5% is measured on unlimited links: with one seed a
 synchronous method gives the same bits on any link. The center is evaluated at the first round after
-every 2,500 samples. All runs have the same length, and so the same learning-rate schedule.
+every 2,500 samples, but not while it is still being evaluated: on fast cores that finds the
+accuracy later, by up to some thousand samples. All runs have the same length, and so the same
+learning-rate schedule.
 """
 
 from __future__ import annotations

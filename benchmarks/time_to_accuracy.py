@@ -22,8 +22,9 @@ further cases (sync-easgd by default; none in the quick form); the peer's time i
 over theirs. ``--also`` measures sync-easgd with further settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
-had; ratios to it are lower bounds. The full form takes about half an hour on two cores. The target
-is that each method needs longer than sync-easgd, except hogwild-easgd, which may tie.
+had; ratios to it are lower bounds. A case of which a run crashes has no figures. The full form
+takes about half an hour on two cores. The target is that each method needs longer than sync-easgd,
+except hogwild-easgd, which may tie.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.programs import RunError
+from benchmarks.programs import RunError, TimeOutError
 from benchmarks.runs import BOUND_S, Trained, Workplace, workplace
 from raydl.core.methods import METHODS
 
@@ -102,6 +103,8 @@ class Reached:
     best: float
     """The best accuracy."""
     is_reached: bool
+    has_crashed: bool = False
+    """Whether the run failed for another reason than its time."""
 
 
 def reached_by_raydl(run: Trained, *, accuracy: float) -> Reached:
@@ -227,9 +230,24 @@ def cases_of(
 
 
 def failed(method: str, error: RunError) -> Reached:
-    """Return the outcome of a method whose run failed."""
-    print(f"  {method} counts as not reached after {BOUND_S:.0f} s: {error}", flush=True)
-    return Reached(seconds=BOUND_S, training_s=BOUND_S, samples=0, best=0.0, is_reached=False)
+    """Return the outcome of a method whose run failed or took too long."""
+    has_crashed = not isinstance(error, TimeOutError)
+    outcome = "has crashed" if has_crashed else f"counts as not reached after {BOUND_S:.0f} s"
+    print(f"  {method} {outcome}: {error}", flush=True)
+    return Reached(
+        seconds=BOUND_S, training_s=BOUND_S, samples=0, best=0.0, is_reached=False,
+        has_crashed=has_crashed,
+    )  # fmt: skip
+
+
+def without_crashes(
+    report: Report, cases: Mapping[str, Sequence[Reached]]
+) -> dict[str, Sequence[Reached]]:
+    """Return the cases whose runs have not crashed; name the others in the report."""
+    crashed = [name for name, runs in cases.items() if any(run.has_crashed for run in runs)]
+    if crashed:
+        report.add_text(f"Crashed, and therefore without figures: {', '.join(crashed)}.")
+    return {name: runs for name, runs in cases.items() if name not in crashed}
 
 
 def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
@@ -238,6 +256,7 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
         ("case", "seconds", "without the peer's scores", "samples", "reached", "best score"),
         [(name, *_row(runs)) for name, runs in cases.items()],
     )
+    cases = without_crashes(report, cases)
     ours = [run.seconds for run in cases[OURS]]
     has_missed = not all(run.is_reached for run in cases[OURS])
     if has_missed:
@@ -254,7 +273,7 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
         report.add_figures(
             Figure(name=figure, value=Spread(0.0, 0.0, 0.0) if has_missed else value, target=target)
         )
-        if name.endswith(TUNED):
+        if name.endswith(TUNED) and PEER in cases:
             peer = ratios([run.seconds for run in cases[PEER]], [run.seconds for run in runs])
             target = OVER_PEER if name == f"{OURS}{TUNED}" else None
             figure = f"time_to_accuracy.ray-train_over_{name.replace(' ', '-')}"

@@ -27,7 +27,7 @@ def wrapped(model: nn.Module) -> nn.Module:
 
 
 def compressed(model: nn.Module) -> nn.Module:
-    """Return the model as ``wrapped`` does, with gradients of rank 1 from the second step on."""
+    """Return the model as ``wrapped`` does, with gradients of rank 1 from the third step on."""
     # One bucket: gloo would mix up the messages of several, which the hook sends at once.
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1000)
     # By default only after 1,000 steps, which the short runs on a thin link do not take.

@@ -18,10 +18,17 @@ from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios, version
 from benchmarks.mixed_speed import mean_speed
 from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
-from benchmarks.programs import RunError
+from benchmarks.programs import RunError, TimeOutError
 from benchmarks.quotas import may_throttle, throttled
 from benchmarks.runs import Trained, workplace
-from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
+from benchmarks.time_to_accuracy import (
+    PEER,
+    Reached,
+    add_results,
+    failed,
+    reached_by_peer,
+    reached_by_raydl,
+)
 from raydl import models
 from raydl.data import Normalizer, load
 from raydl.ray_backend.liveness import times_of
@@ -140,7 +147,7 @@ def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_pa
     [
         ("greater", 0.96, (0.6, 0.8), "**0.96** `--spares 1` | B 0.8, A 0.6 | 1.2 | 🟢 |"),
         ("less", 3.0, (2.0, 9.0), "**3** `--spares 1` | A 2, B 9 | 0.667 | 🔴 |"),
-        ("less", 3.0, (None, 1200.0), "**3** `--spares 1` | B 1,200 | 400 | 🟢 |"),
+        ("less", 3.0, (None, 1200.0), "**3** `--spares 1` | B 1,200, A not measured |  |  |"),
         ("less", 3.0, (None, None), None),
         ("less", None, (2.0, 9.0), None),
     ],
@@ -166,6 +173,43 @@ def test_the_page_shows_raydl_beside_the_best_other_library(
         assert "what is measured" not in text
     else:
         assert f"| [what is measured](#bench) | {row}" in text
+
+
+def test_a_report_of_a_part_does_not_replace_that_of_the_whole(tmp_path, monkeypatch):
+    for arguments, value in (([], 2.0), (["--only", "hosts"], 1.0)):
+        monkeypatch.setattr("sys.argv", ["bench", *arguments])
+        only = arguments[-1] if arguments else None
+        report = Report.of_command("bench", argparse.Namespace(quick=False, only=only))
+        report.add_figures(figure(value))
+        report.close(tmp_path)
+    [(figures, _)] = page.read_results(tmp_path).values()
+    assert figures[0].value.median == 2.0
+    assert (tmp_path / "bench-part.md").read_text().startswith("# bench (part)\n")
+
+
+def test_a_report_without_figures_replaces_none(tmp_path):
+    for figures in ([figure(2.0)], []):
+        report = Report("bench", "python -m benchmarks.bench", is_quick=False)
+        report.add_figures(*figures)
+        report.close(tmp_path)
+    [(figures, _)] = page.read_results(tmp_path).values()
+    assert len(figures) == 1
+
+
+def test_a_case_that_crashes_has_no_figures_and_one_that_is_too_slow_counts_with_its_time(capsys):
+    reached = Reached(seconds=20.0, training_s=20.0, samples=9, best=0.99, is_reached=True)
+    cases = {
+        "sync-easgd": [reached],
+        "async-easgd": [failed("async-easgd", RunError("port in use"))],
+        PEER: [failed(PEER, TimeOutError("took over 300 s"))],
+    }
+    report = Report("time_to_accuracy", "", is_quick=False)
+    add_results(report, cases)
+    assert [figure.name.partition(".")[2] for figure in report.figures] == [
+        "sync-easgd.seconds", "ray-train.seconds", "ray-train_over_sync-easgd"
+    ]  # fmt: skip
+    assert report.figures[-1].value.median == 300.0 / 20.0
+    assert "without figures: async-easgd." in capsys.readouterr().out
 
 
 def test_every_figure_beside_other_libraries_is_one_that_its_benchmark_writes(root):
