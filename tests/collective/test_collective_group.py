@@ -181,8 +181,9 @@ def test_each_member_knows_the_node_of_each_rank(ranks):
     nodes = iter(["far", "near"])
     members.ray.runtime.get_node_id = lambda: vars(local).setdefault("node", next(nodes))
     members.form_all(algorithm="auto")
-    known = members.each(lambda group: group.adaptive._reducer.nodes)
-    assert set(known) in ({("far", "near")}, {("near", "far")})
+    own = members.each(lambda _: members.ray.runtime.get_node_id())
+    assert sorted(own) == ["far", "near"]
+    assert members.each(lambda group: group.adaptive._reducer.nodes) == [tuple(own)] * 2
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
@@ -298,12 +299,12 @@ def test_an_operation_that_cannot_begin_fails_with_its_round(ranks):
 
 @pytest.mark.parametrize("algorithm", ["library", "auto"])
 def test_a_thread_that_forms_a_group_returns_at_once_when_it_is_abandoned(ranks, algorithm):
-    members = ranks(2, timeout_s=3.0)
+    members = ranks(2, timeout_s=60.0)
     forming = members.form(0, algorithm=algorithm)
     began = time.monotonic()
     threading.Timer(0.2, members.abandoned[0].set).start()
     error = problem_of(forming)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SOON_S
     assert (error.round, error.generation) == (0, 7)
     assert error.problem == "abandoned because a worker was lost or left out"
     assert not members.is_known(0)

@@ -14,7 +14,9 @@ def test_removing_an_unknown_worker_lists_the_known_ones():
 def test_a_training_worker_leaves_after_its_next_exchange_without_a_replacement(is_sync):
     harness = ControllerHarness((1, 3), is_sync=is_sync).start("w0", "w1", "w2")
     assert harness.controller.remove("w1") == (True, "w1 leaves after its next exchange")
-    assert not [call for call in harness.steps(2) if call[0] == "request_worker"]
+    calls = harness.steps(2)
+    assert not [call for call in calls if call[0] == "request_worker"]
+    assert [call for call in calls if call[0] in ("vote", "dismiss")], "it is told to leave"
     assert harness.controller.remove("w1") == (True, "w1 is leaving already")
     assert harness.controller.remove("w2") == (True, "w2 leaves after its next exchange")
     assert not [call for call in harness.steps(2) if call[0] == "request_worker"]

@@ -177,7 +177,7 @@ def run_to_end(worker):
 
 
 @pytest.mark.parametrize("exchange", [{}, {"delay": 1}, {"fragments": 2}, {"center_shards": 2}])
-@pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd", "async-sgd"])
+@pytest.mark.parametrize("method", ["async-easgd", "async-sgd"])
 @pytest.mark.parametrize("dies_at", [0, 2, 3, 4, 5, 8])
 def test_no_untrained_sample_counts_as_done(method, exchange, dies_at):
     """Rounds of 3 steps: the last step is in progress when its message moves the center."""

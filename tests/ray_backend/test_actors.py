@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from raydl.config import TrainConfig
+from raydl.config import ExchangeConfig, TrainConfig
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.core.saved_state import pack
@@ -79,3 +79,15 @@ def test_an_error_while_the_evaluators_model_is_built_is_that_of_the_evaluation(
         evaluator.evaluate(None)
     evaluator.evaluate(None)
     assert evaluator.num_scored() == 3
+
+
+def test_the_group_sums_by_the_algorithm_of_the_settings(monkeypatch):
+    make_group = Mock()
+    monkeypatch.setattr(actors, "CollectiveGroup", make_group)
+    worker = object.__new__(WorkerActor.__ray_metadata__.modified_class)
+    config = TrainConfig(exchange=ExchangeConfig(allreduce="ring"))
+    worker._job = SimpleNamespace(config=config, method=SimpleNamespace(is_sync=True))
+    worker._worker, worker._shards, worker._abandoned = Mock(worker_id="w1"), ["center"], None
+    worker._make_transport(Membership(1, ("w0", "w1")), None)
+    assert make_group.call_args.args[1:] == (("w0", "w1"), 1)
+    assert make_group.call_args.kwargs["algorithm"] == "ring"

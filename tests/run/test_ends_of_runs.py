@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -116,22 +115,29 @@ def test_a_last_file_that_can_not_be_written_does_not_prevent_the_other(
 class Fills(raydl.Callback):
     """A callback that fills a disk at the first score."""
 
-    def __init__(self, disk, *, free_after_s=None):
-        self.disk, self.free_after_s = disk, free_after_s
+    def __init__(self, disk):
+        self.disk = disk
 
     def evaluated(self, evaluated):
         if not (self.disk / "filled").exists():
             fill(self.disk)
-            if self.free_after_s is not None:
-                threading.Timer(self.free_after_s, (self.disk / "filled").unlink).start()
 
     def ended(self, figures):
         pass
 
 
-def test_a_run_waits_for_disk_space_at_its_end(small_disk):
-    fills = Fills(small_disk, free_after_s=3.0)
-    trainer(small_disk / "run", steps=90, callbacks=[fills]).fit()
+def test_a_run_waits_for_disk_space_at_its_end(small_disk, monkeypatch):
+    write = CheckpointStore.write_trained
+
+    def write_or_free_the_disk(*arguments):
+        try:
+            return write(*arguments)
+        except CheckpointError:
+            (small_disk / "filled").unlink(missing_ok=True)
+            raise
+
+    monkeypatch.setattr(CheckpointStore, "write_trained", write_or_free_the_disk)
+    trainer(small_disk / "run", steps=90, callbacks=[Fills(small_disk)]).fit()
     assert (small_disk / "run/center.safetensors").exists()
     assert any("retrying for 60 s" in line for line in sentences(small_disk / "run"))
     assert CheckpointStore(Storage(str(small_disk / "run"))).names()

@@ -101,7 +101,7 @@ class DivergesAtItsEnd(raydl.Classification):
 
 
 @pytest.mark.parametrize("limit", [{"epochs": 1}, {"steps": 12}])
-@pytest.mark.parametrize("bad_step", [5, 8, 9, 12])
+@pytest.mark.parametrize("bad_step", [8, 9, 12])
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-easgd"])
 def test_a_run_whose_loss_is_nan_once_ends_also_if_that_was_its_last_step(
     tmp_path, method, bad_step, limit

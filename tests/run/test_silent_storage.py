@@ -93,9 +93,9 @@ def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
     freezing.thawed.clear()
     thread = threading.Thread(target=storage.write_bytes, args=("b", b"2"), daemon=True)
     thread.start()
-    message = until(monitor.pop_message)
-    assert message == (
-        f"the storage {tmp_path} has not answered for 0 s (to write b); training continues"
+    assert re.fullmatch(
+        rf"the storage {tmp_path} has not answered for \d s \(to write b\); training continues",
+        until(monitor.pop_message),
     )
     assert monitor.pop_message() is None
     freezing.thawed.set()
@@ -155,17 +155,19 @@ def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, short
     with pytest.raises(KeyError):
         within(storage, lambda: {}["a"])
     freezing.thawed.clear()
-    problem = r"has not answered for 1 s \(to look for x\); check its server"
+    problem = r"has not answered for \d s \(to look for x\); check its server"
     with pytest.raises(StorageSilentError, match=problem):
         within(storage, lambda: storage.exists("x"), log=logged.append, limit_s=1.0)
-    assert logged == [
-        f"the storage {tmp_path} has not answered for 0 s (to look for x); giving up after 1 s"
-    ]
+    [line] = logged
+    assert re.fullmatch(
+        rf"the storage {tmp_path} has not answered for \d s \(to look for x\); giving up after 1 s",
+        line,
+    )
     assert silence.is_anything_given_up()
     began = time.monotonic()
     with pytest.raises(StorageSilentError):  # the storage was given up: no second wait
-        within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=1.0)
-    assert time.monotonic() - began < 0.9
+        within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=BOUND_S)
+    assert time.monotonic() - began < BOUND_S / 2
     assert len(logged) == 1
 
 
@@ -173,11 +175,11 @@ def test_a_long_call_that_makes_progress_is_not_given_up(tmp_path, short_timeout
     storage = Storage(str(tmp_path))
 
     def slow():
-        for _ in range(6):
-            time.sleep(0.25)
+        for _ in range(15):
+            time.sleep(0.1)
             yield b"piece"
 
-    assert within(storage, lambda: storage.write_pieces("a", slow()), limit_s=0.6).num_bytes == 30
+    assert within(storage, lambda: storage.write_pieces("a", slow()), limit_s=1.2).num_bytes == 75
 
 
 def writer_on(storage, flat, **more):
@@ -204,7 +206,7 @@ def test_the_wait_for_a_dead_storage_is_bounded_and_the_center_is_saved_elsewher
     with pytest.raises(StorageSilentError) as error:
         writer.close()
     assert time.monotonic() - began < 5
-    assert re.search(r" has not answered for 1 s \(to ", str(error.value))
+    assert re.search(r" has not answered for \d s \(to ", str(error.value))
     assert str(error.value).endswith(f"the newest center is in {fallback_dir}/center.safetensors")
     center = load_file(fallback_dir / "center.safetensors")
     assert center.keys() == flat.model.state_dict().keys()
@@ -292,16 +294,14 @@ def test_a_disk_that_hangs_stops_no_caller_and_is_logged_with_the_lost_points(
     began = time.monotonic()
     for number in range(30):
         curves.scalars({"train/loss": 1.0}, num_samples=number)
-    assert time.monotonic() - began < 0.3, "no caller waits for the disk"
+    assert time.monotonic() - began < BOUND_S / 2, "no caller waits for the disk"
 
     def write_another():
         curves.text("events", "x", num_samples=99)
         return messages
 
     until(write_another)
-    assert messages[0].startswith(
-        "the curves in x have not been written for 0 s: their disk does not"
-    )
+    assert re.match(r"the curves in x have not been written for \d s: their disk", messages[0])
     gated.gate.set()
     until(lambda: write_another()[1:])
     assert re.search(r"are written again, after \d s; [1-9]\d+ points were dropped", messages[1])
