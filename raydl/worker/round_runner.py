@@ -154,6 +154,7 @@ class RoundRunner:
         self.trained.keep_first(0)
         self.losses = Losses()
         self.feedback.clear()
+        self._unsent = None
 
     def feedback_state(self) -> list[list[Any]]:
         """Return the state of the error feedback: start, stop and state of each span."""

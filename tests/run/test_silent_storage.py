@@ -157,17 +157,17 @@ def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, short
     freezing.thawed.clear()
     problem = r"has not answered for \d s \(to look for x\); check its server"
     with pytest.raises(StorageSilentError, match=problem):
-        within(storage, lambda: storage.exists("x"), log=logged.append, limit_s=1.0)
+        within(storage, lambda: storage.exists("x"), log=logged.append, limit_s=3.0)
     [line] = logged
     assert re.fullmatch(
-        rf"the storage {tmp_path} has not answered for \d s \(to look for x\); giving up after 1 s",
+        rf"the storage {tmp_path} has not answered for \d s \(to look for x\); giving up after 3 s",
         line,
     )
     assert silence.is_anything_given_up()
     began = time.monotonic()
     with pytest.raises(StorageSilentError):  # the storage was given up: no second wait
-        within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=BOUND_S)
-    assert time.monotonic() - began < BOUND_S / 2
+        within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=3.0)
+    assert time.monotonic() - began < 2.5
     assert len(logged) == 1
 
 
