@@ -298,7 +298,9 @@ def _storm(
     speed = _speed(first, counted())
     try:
         quiet.append(_quiet_speed(run, times, counted))
-    except WatchError as error:  # the run has not recovered from the faults
+    except WatchError as error:
+        if run.process.poll() is not None:  # it ended, for which nothing of it counts
+            raise
         print(f"  no quiet seconds after the faults: {str(error).splitlines()[0]}", flush=True)
     return Goodput(quiet_speed=sum(quiet) / len(quiet), speed=speed, num_kills=num_kills)
 
@@ -433,12 +435,16 @@ def main() -> None:
             "help": "beginnings of the names of the only cases, with ; between them",
         },
     }
-    options = options_of(__doc__, **more).parse_args()
+    parser = options_of(__doc__, **more)
+    options = parser.parse_args()
     end_cleanly()
     data = data_at(options.data)
     times = QUICK if options.quick else FULL
     report = Report.of_command("goodput", options)
     ours = QUICK_CASES if options.quick else CASES
+    beginnings = tuple(options.only.split(";"))
+    if not any(name.startswith(beginnings) for name in (*ours, *PEERS)):
+        parser.error(f"--only: no case begins with {options.only}: {'; '.join((*ours, *PEERS))}")
     with Cluster(NUM_WORKERS) as cluster:
         cases: dict[str, Callable[[], Goodput]] = {}
         for name, (method, workers, spares, victim) in ours.items():
@@ -452,7 +458,6 @@ def main() -> None:
         if not options.quick:
             for name, arguments_of in PEERS.items():
                 cases[name] = partial(peer_case, cluster, times, arguments_of(data))
-        beginnings = tuple(options.only.split(";"))
         cases = {name: case for name, case in cases.items() if name.startswith(beginnings)}
         methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] in _RELATIVE_TO_ONE}
         try:
