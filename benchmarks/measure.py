@@ -138,8 +138,8 @@ class Report:
         written.
         """
         lines = "".join(f"{figure.line()}\n" for figure in self.figures)
-        title = f"# {self.name}{' (quick)' if self.is_quick else ' (part)' if self.is_part else ''}"
-        head = [title, f"    {self.command}", self.where]
+        form = " (quick)" if self.is_quick else " (part)" if self.is_part else ""
+        head = [f"# {self.name}{form}", f"    {self.command}", self.where]
         texts = {True: "met", False: "missed", None: ""}
         rows = [(f.name, f.value.text(), target_text(f), texts[f.is_met]) for f in self.figures]
         figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)

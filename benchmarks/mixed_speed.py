@@ -233,7 +233,7 @@ def add_times(report: Report, times: Mapping[str, Sequence[Reached]]) -> None:
         )
     )
     for name in [name for name in times if name in METHODS]:
-        for peer in (peer for peer in (DDP, RAY_TRAIN) if peer in times):
+        for peer in [peer for peer in times if peer in (DDP, RAY_TRAIN)]:
             figure = f"mixed_speed.{peer}_over_{name}".lower().replace(" ", "-")
             value = ratios(
                 [run.training_s for run in times[peer]], [run.training_s for run in times[name]]

@@ -136,8 +136,8 @@ def _check(config: TrainConfig, working_dir: str) -> None:
 
     if ":" not in config.model:  # else it is code, or a folder, of the cluster
         Classification(config.model)
-    optimizer = config.optimizer
-    if not any(":" in x for x in (config.method.name, optimizer.name, optimizer.lr_schedule)):
+    names = config.method.name, config.optimizer.name, config.optimizer.lr_schedule
+    if not any(":" in name for name in names):
         resolve(config)
     faults = config.run.fault_plan and Path(working_dir, config.run.fault_plan)
     if faults and faults.exists():

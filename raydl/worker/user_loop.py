@@ -430,10 +430,11 @@ class Attached(Optimizer):
         """Return this worker's complete state, on the CPU: its replica and the center."""
         center = self._rendezvous.center() or self._center()
         weights, buffers = _tensors_of(center)
+        own = self._own_state()
         return {
             "local_step": self.local_step,
-            "replica": {**self._replica.state_dict(), **self._own_state()},
-            "untrained": {**self._frozen(), **self._own_state().get("untrained", {})},
+            "replica": {**self._replica.state_dict(), **own},
+            "untrained": {**self._frozen(), **own.get("untrained", {})},
             "feedback": self._runner.feedback_state(),
             "center": {
                 **{name: value for name, value in vars(center).items() if name not in _RENAMED},
