@@ -1,5 +1,8 @@
 """Distinguishes a busy process from a dead one by its CPU time, which its node reports.
 
+A process is busy if it uses CPU time, or if a thread of it is ready to run whenever it is checked:
+on a crowded machine, or one whose host lends it no core, a process may wait long for a core.
+
 Code that holds Python's interpreter lock, such as a long native call or the pickling of a large
 state, keeps a process from answering. The process is working nevertheless. To kill it would lose
 that work, again and again.
@@ -7,6 +10,7 @@ that work, again and again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -15,7 +19,6 @@ from pathlib import Path
 
 from raydl.elastic.heartbeat import has_computed
 
-_REQUEST_EVERY_S = 1.0
 _STALE_S = 5.0
 _NUM_SAMPLES = 4
 
@@ -28,6 +31,8 @@ class Times:
     """CPU time of all its threads, in seconds."""
     state: str
     """A letter as in ``ps``: T for stopped, Z for a zombie, D for waiting for a disk."""
+    is_runnable: bool
+    """Whether a thread runs or waits for a core."""
     at_s: float
     """When it was read, by the monotonic clock of its machine, in seconds."""
 
@@ -35,11 +40,25 @@ class Times:
 def times_of(pid: int) -> Times | None:
     """Return the times of a local process, or None if it has ended or this is not Linux."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat_fields(Path(f"/proc/{pid}/stat"))
     except OSError:
         return None
     ticks = int(fields[11]) + int(fields[12])
-    return Times(ticks / os.sysconf("SC_CLK_TCK"), fields[0], time.monotonic())
+    cpu_s = ticks / os.sysconf("SC_CLK_TCK")
+    return Times(cpu_s, fields[0], _has_runnable_thread(pid), time.monotonic())
+
+
+def _has_runnable_thread(pid: int) -> bool:
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if _stat_fields(thread)[0] == "R":
+                return True
+    return False
+
+
+def _stat_fields(stat: Path) -> list[str]:
+    """Return the fields of a process or thread, from its state on."""
+    return stat.read_text().rpartition(")")[2].split()
 
 
 @dataclass
@@ -52,9 +71,14 @@ class _Observations:
 
 
 class Liveness:
-    """The silent processes, and whether they are busy."""
+    """The silent processes, and whether they are busy.
 
-    def __init__(self) -> None:
+    Args:
+        request_every_s: seconds between two requests for the times of a process.
+    """
+
+    def __init__(self, request_every_s: float = 1.0) -> None:
+        self._request_every_s = request_every_s
         self._observed: dict[str, _Observations] = {}
 
     def due(self, silent: list[str], now: float) -> list[str]:
@@ -65,7 +89,8 @@ class Liveness:
             now: seconds, rising.
         """
         self._observed = {who: self._observed.get(who, _Observations()) for who in silent}
-        due = [w for w, o in self._observed.items() if now - o.requested_at >= _REQUEST_EVERY_S]
+        every_s = self._request_every_s
+        due = [w for w, o in self._observed.items() if now - o.requested_at >= every_s]
         for who in due:
             self._observed[who].requested_at = now
         return due
@@ -78,14 +103,19 @@ class Liveness:
             observed.reported_at = now
 
     def is_busy(self, who: str, now: float) -> bool:
-        """Whether a process has used CPU time in its newest four samples; False if they are old."""
+        """Whether a process has computed, or was ready to, by its newest four samples.
+
+        False if they are old.
+        """
         observed = self._observed.get(who)
         if observed is None or len(observed.samples) < 2 or now - observed.reported_at > _STALE_S:
             return False
         before, newest = observed.samples[0], observed.samples[-1]
         if before is None or newest is None:
             return False
-        return has_computed(newest.cpu_s - before.cpu_s, newest.at_s - before.at_s)
+        is_waiting_for_core = all(times and times.is_runnable for times in observed.samples)
+        used_s, span_s = newest.cpu_s - before.cpu_s, newest.at_s - before.at_s
+        return is_waiting_for_core or has_computed(used_s, span_s)
 
     def why_silent(self, who: str, now: float) -> str:
         """Return why a process may not answer, as the rest of a sentence, or "" if unknown."""
@@ -101,4 +131,6 @@ class Liveness:
             return "; its process is stopped"
         if self.is_busy(who, now):
             return "; its process is busy"
+        if len(observed.samples) < 2:
+            return ""
         return "; its process uses no CPU: it waits for something with the interpreter lock held"

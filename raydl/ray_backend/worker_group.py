@@ -169,7 +169,7 @@ class RayWorkerGroup:
         self._setups = StartTimeouts(job.config.scaling.start_timeout_s)
         self._notices = Notices()
         self._avoided: set[str] = set()
-        self._liveness = Liveness()
+        self._liveness = Liveness(min(1.0, self._check_after_s()))
         self._reported_busy: set[str] = set()
         self._polled_at = 0.0
         self._fired: set[int] = set()

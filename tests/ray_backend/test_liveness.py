@@ -1,5 +1,6 @@
 """A busy process is told from a dead one by its CPU time."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,9 +11,25 @@ import pytest
 from controller_harness import ControllerHarness
 
 from raydl.core.worker_group import Busy
-from raydl.elastic.heartbeat import Heartbeats
+from raydl.elastic.heartbeat import Heartbeats, has_computed
 from raydl.ray_backend.cluster import kill_process
 from raydl.ray_backend.liveness import Liveness, Times, times_of
+
+
+def running(cpu_s, at_s):
+    return Times(cpu_s, "R", True, at_s)
+
+
+def sleeping(cpu_s, at_s):
+    return Times(cpu_s, "S", False, at_s)
+
+
+def stopped(cpu_s, at_s):
+    return Times(cpu_s, "T", False, at_s)
+
+
+def zombie(cpu_s, at_s):
+    return Times(cpu_s, "Z", False, at_s)
 
 
 def checked(*times, at=(1.0, 2.0)):
@@ -25,17 +42,23 @@ def checked(*times, at=(1.0, 2.0)):
 
 
 def test_a_process_that_computes_is_busy():
-    assert checked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0)).is_busy("w1", 2.0)
-    assert checked(Times(5.0, "S", 100.0), Times(5.2, "S", 101.0)).is_busy("w1", 2.0)
+    assert checked(running(5.0, 100.0), running(5.9, 101.0)).is_busy("w1", 2.0)
+    assert checked(sleeping(5.0, 100.0), sleeping(5.2, 101.0)).is_busy("w1", 2.0)
+
+
+def test_a_process_that_waits_for_a_core_at_every_check_is_busy():
+    assert checked(running(5.0, 100.0), running(5.01, 101.0)).is_busy("w1", 2.0)
+    assert not checked(sleeping(5.0, 100.0), running(5.01, 101.0)).is_busy("w1", 2.0)
+    assert not checked(running(5.0, 100.0), sleeping(5.01, 101.0)).is_busy("w1", 2.0)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
-        (Times(5.0, "T", 100.0), Times(5.0, "T", 101.0), "; its process is stopped"),
-        (Times(5.0, "S", 100.0), Times(5.01, "S", 101.0), "; its process uses no CPU: it waits"),
-        (Times(5.0, "R", 100.0), None, "; its process has ended"),
-        (Times(5.0, "R", 100.0), Times(5.0, "Z", 101.0), "; its process has ended"),
+        (stopped(5.0, 100.0), stopped(5.0, 101.0), "; its process is stopped"),
+        (sleeping(5.0, 100.0), sleeping(5.01, 101.0), "; its process uses no CPU: it waits"),
+        (running(5.0, 100.0), None, "; its process has ended"),
+        (running(5.0, 100.0), zombie(5.0, 101.0), "; its process has ended"),
     ],
 )
 def test_a_process_that_does_not_compute_is_not_busy_and_the_reason_is_given(before, after, why):
@@ -47,15 +70,16 @@ def test_a_process_that_does_not_compute_is_not_busy_and_the_reason_is_given(bef
 def test_one_check_is_not_enough_and_an_old_check_does_not_count():
     liveness = Liveness()
     liveness.due(["w1"], 1.0)
-    liveness.note("w1", Times(5.0, "R", 100.0), 1.0)
+    liveness.note("w1", running(5.0, 100.0), 1.0)
     assert not liveness.is_busy("w1", 1.0)
-    liveness = checked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
+    assert liveness.why_silent("w1", 1.0) == ""  # it may be busy
+    liveness = checked(running(5.0, 100.0), running(5.9, 101.0))
     assert not liveness.is_busy("w1", 8.0)
     assert liveness.why_silent("w1", 8.0) == "; its node does not answer either"
 
 
 def test_a_process_is_checked_once_a_second_and_forgotten_once_it_answers():
-    liveness = checked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
+    liveness = checked(running(5.0, 100.0), running(5.9, 101.0))
     assert liveness.due(["w1"], 2.5) == []
     assert liveness.due([], 2.6) == []
     assert liveness.due(["w1"], 2.7) == ["w1"]
@@ -91,6 +115,45 @@ def test_proc_shows_whether_a_process_is_busy_or_stopped():
         process.wait()
         process.stdout.close()
     assert times_of(process.pid) is None
+
+
+def test_proc_shows_that_a_process_waits_for_a_core_that_another_uses():
+    """With a nice value of 19, a thread gets 1.5% of a core that a usual one uses."""
+    with spinning(nice=19) as starved, spinning(nice=0):
+        first, before_s = times_of(starved.pid), time.monotonic()
+        for _ in range(20):
+            time.sleep(0.05)
+            assert times_of(starved.pid).is_runnable
+        used_s = times_of(starved.pid).cpu_s - first.cpu_s
+        assert not has_computed(used_s, time.monotonic() - before_s)
+
+
+SPIN = """
+import os, sys, threading
+
+def spin():
+    print(1, flush=True)
+    os.nice(int(sys.argv[1]))
+    while True:
+        sum(range(1000))
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+thread = threading.Thread(target=spin)
+thread.start()
+thread.join()
+"""
+
+
+@contextlib.contextmanager
+def spinning(*, nice):
+    """Yield a process whose second thread computes on the first core, while its first waits."""
+    command = [sys.executable, "-c", SPIN, str(nice)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_stopped_process_of_this_node_is_killed():
