@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -253,7 +254,7 @@ def run_access(tmp_path, *arguments):
     """Run access.sh with a fake gcloud; return its result, and the arguments of changes."""
     script, record = tmp_path / "gcloud", tmp_path / "changes"
     record.unlink(missing_ok=True)
-    script.write_text(f"#!{sys.executable}\n{GCLOUD.format(folder=str(tmp_path))}")
+    script.write_text(f"#!{sys.executable} -IS\n{GCLOUD.format(folder=str(tmp_path))}")
     script.chmod(0o755)
     done = subprocess.run(
         ["sh", FOLDER / "gcp/access.sh", *arguments], capture_output=True, text=True, timeout=60,
@@ -283,12 +284,24 @@ def options_of(words):
     return {w: v for w, v in pairwise(words) if w.startswith("--")}
 
 
-@pytest.fixture
-def access_commands(tmp_path):
-    """The gcloud commands of access.sh, as lists of words."""
-    done, commands = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
+@pytest.fixture(scope="module")
+def gcp_access(tmp_path_factory):
+    """A folder of the fake gcloud after access.sh, and the commands, as lists of words."""
+    folder = tmp_path_factory.mktemp("gcloud")
+    done, commands = run_access(folder, "my-project", "my-bucket", OFFICE)
     assert done.returncode == 0, done.stderr
-    return commands
+    return folder, commands
+
+
+@pytest.fixture
+def access_commands(gcp_access):
+    return gcp_access[1]
+
+
+@pytest.fixture
+def has_access(gcp_access, tmp_path):
+    """Let ``tmp_path`` be a folder of the fake gcloud after access.sh."""
+    shutil.copy(gcp_access[0] / "state", tmp_path)
 
 
 def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other(access_commands):
@@ -371,7 +384,8 @@ def existing(tmp_path):
 ROLES = [("iam roles", f"raydlGcpSpot{name}") for name in ("Head", "Look", "Subnet")]
 
 
-def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, access_commands):
+@pytest.mark.usefixtures("has_access")
+def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path):
     """Google Cloud blocks the id of a deleted role for weeks: access.sh could not create it."""
     assert existing(tmp_path) == [
         ("compute firewall-rules", "raydl-gcp-spot-nodes"),
@@ -393,7 +407,8 @@ def test_gcp_access_deletes_all_that_it_created_but_the_roles(tmp_path, access_c
     ]  # fmt: skip
 
 
-def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path, access_commands):
+@pytest.mark.usefixtures("has_access")
+def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path):
     before = existing(tmp_path)
     run_access(tmp_path, "--delete", "my-project", "my-bucket")
     done, again = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
@@ -404,6 +419,7 @@ def test_gcp_access_may_be_created_again_after_it_was_deleted(tmp_path, access_c
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("has_access")
 def test_gcp_access_that_exists_is_updated(tmp_path, access_commands):
     before = existing(tmp_path)
     done, again = run_access(tmp_path, "my-project", "my-bucket", "198.51.100.0/24")

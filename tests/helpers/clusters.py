@@ -23,12 +23,16 @@ from ray.cluster_utils import Cluster
 BOUND_S = 200
 
 
+_SETUP_WORKER = str(Path(__file__).with_name("setup_worker.py"))
+
+
 class SmallCluster(Cluster):
     """A cluster whose nodes have the small form of Ray's agent, and start no processes in advance.
 
     Ray starts the small form, without jobs and metrics, where the packages of its dashboard are
     missing. The full one uses some 3 s of CPU time on each node. There is no log monitor, which
     reads the output of all workers: in a cluster that many tests share it uses 10 s in ten minutes.
+    A worker process does not import Ray before it becomes a fork, which takes half a second.
     """
 
     def add_node(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,16 +41,20 @@ class SmallCluster(Cluster):
             mock.patch("ray._private.utils.get_dashboard_dependency_error", return_value=missing),
             mock.patch.dict(os.environ, RAY_prestart_worker_first_driver="0"),
         ):
-            return super().add_node(*args, include_log_monitor=False, **kwargs)
+            return super().add_node(
+                *args, include_log_monitor=False, setup_worker_path=_SETUP_WORKER, **kwargs
+            )
 
 
 @contextlib.contextmanager
 def start_cluster(*cpus: int, kind: type[Cluster] = SmallCluster) -> Iterator[Cluster]:
     """Yield a cluster whose head has ``cpus[0]`` CPUs, with a further node per other number."""
     _ensure_token()
+    # Even without a dashboard, Ray tries its port, and leaves a socket open if that is not free.
+    head = {"num_cpus": cpus[0], "include_dashboard": False, "dashboard_port": free_port()}
     cluster = kind(
         initialize_head=True,
-        head_node_args={"num_cpus": cpus[0], "include_dashboard": False},
+        head_node_args=head,
         shutdown_at_exit=False,
     )
     try:
