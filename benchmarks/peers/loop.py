@@ -65,6 +65,8 @@ class Settings:
     """Test accuracy, 0..1, that ends the run early."""
     checkpoint_every: int | None = None
     """Samples of all ranks between two checkpoints; None: no checkpoints."""
+    untimed_steps: int = 0
+    """Steps at the start that ``samples_per_s`` leaves out."""
     events: str | None = None
     """A file to which each event is appended as a line of JSON."""
     result: str | None = None
@@ -226,6 +228,8 @@ class Run:
         )
         self._events = Events(settings.events)
         self._num_done = self._num_steps = 0
+        self._timed_from: tuple[int, float] | None = None
+        """Samples and seconds of training before the first timed step."""
         self._share_done = 0.0
         self._evaluations: list[tuple[float, int, float]] = []
         self._scored_s: list[float] = []
@@ -239,6 +243,8 @@ class Run:
         self._events.write(self._num_done, "first_step")
         while not self._is_over(clock):
             before = self._num_done
+            if self._timed_from is None and self._num_steps >= self._settings.untimed_steps:
+                self._timed_from = before, clock.seconds
             self._step()
             self._events.write(self._num_done)
             if self._is_due(self._settings.evaluate_every, before):
@@ -332,9 +338,12 @@ class Run:
         return float(state["seconds"])
 
     def _write_result(self, clock: Clock, seconds: float) -> dict[str, Any]:
+        samples_before, seconds_before = self._timed_from or (self._num_done, seconds)
+        timed_s = seconds - seconds_before
         result = {
             "samples": self._num_done,
             "seconds": seconds,
+            "samples_per_s": (self._num_done - samples_before) / timed_s if timed_s else None,
             "steps": self._num_steps,
             "first_step_at": clock.began_at,
             "accuracy": self._evaluations[-1][2] if self._evaluations else None,

@@ -8,6 +8,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from benchmarks import page, watching
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios, version
 from benchmarks.mixed_speed import mean_speed
+from benchmarks.peers import loop
 from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
 from benchmarks.programs import RunError, TimeOutError
 from benchmarks.quotas import may_throttle, throttled
@@ -332,6 +334,24 @@ def test_a_peer_learns_evaluates_periodically_and_stops_at_an_accuracy(tmp_path)
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert (events[0]["event"], events[0]["samples"]) == ("first_step", 0)
     assert (events[-1]["event"], events[-1]["samples"]) == ("last_step", result["samples"])
+
+
+def test_the_speed_of_a_peer_leaves_out_its_untimed_steps(monkeypatch):
+    """The first two of four steps take 10 s each, the others 1 s."""
+    now, steps = 0.0, iter([10.0, 10.0, 1.0, 1.0])
+
+    def take_step(*_):
+        nonlocal now
+        now += next(steps)
+
+    def slow_at_first(model):
+        model.register_forward_hook(take_step)
+        return model
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time))
+    data = load("synthetic:256x1x8x8", seed=0)
+    result = Run(Settings(samples=256, untimed_steps=2), data, wrap=slow_at_first).train()
+    assert (result["seconds"], result["samples_per_s"]) == (22.0, 128 / 2.0)
 
 
 def test_a_peer_resumed_from_its_checkpoint_trains_the_same_bits():
