@@ -74,6 +74,23 @@ def resident_bytes(pid: int | None = None) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def steady_growth(repeat: Callable[[int], object], times: int) -> int:
+    """Return by how many bytes this process grows in each of five stretches, at the least.
+
+    A leak grows in all of them; the allocator may take memory in any one.
+
+    Args:
+        repeat: repeats what may leak as often as its argument says.
+        times: repetitions in a stretch.
+    """
+    growth = []
+    for _ in range(5):
+        before = resident_bytes()
+        repeat(times)
+        growth.append(resident_bytes() - before)
+    return min(growth)
+
+
 def descendants_of(pid: int) -> list[int]:
     """Return the ids of a process and of all its descendants."""
     children = collections.defaultdict(list)

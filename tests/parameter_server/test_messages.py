@@ -1,12 +1,13 @@
 """Messages between a worker and the center are answered and applied once, in any order."""
 
+import itertools
 import threading
 
 import numpy as np
 import pytest
 import torch
 from coordinators import Add, enter, make_coordinator, make_shard, request, settle, values_of
-from processes import resident_bytes
+from processes import steady_growth
 from ray.exceptions import ActorUnavailableError
 from scenarios import ALL, spans_of, steps_of
 
@@ -159,12 +160,14 @@ def test_hogwild_threads_do_not_take_each_others_gradient():
 def test_ten_thousand_exchanges_leave_memory_flat(is_locked):
     shard = make_shard(Elastic(0.5), 20_000, is_locked=is_locked)
     values = np.ones(20_000, np.float32)
-    for sequence in range(1000):
-        shard.exchange(request("w0", sequence, values))
-    before = resident_bytes()
-    for sequence in range(1000, 11_000):
-        shard.exchange(request("w0", sequence, values))
-    assert resident_bytes() - before < 4_000_000  # fifty vectors of 80 kB
+    sequence = itertools.count()
+
+    def exchange(times):
+        for _ in range(times):
+            shard.exchange(request("w0", next(sequence), values))
+
+    exchange(1000)
+    assert steady_growth(exchange, 2000) < 800_000  # ten vectors of 80 kB
 
 
 # assignments
