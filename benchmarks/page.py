@@ -3,10 +3,10 @@
 Command:   python -m benchmarks.page [--results FOLDER] [--out docs/benchmarks.md]
 
 Each benchmark with ``--out FOLDER`` leaves NAME.md and NAME.json there (``measure.py``). The page
-has a table of raydl beside the other libraries, one of all figures that have a target, then a
-section per benchmark: a chart of these figures relative to their targets, and the benchmark's own
-report. Short runs (``--quick``) are left
-out. ``make bench`` writes the page at its end. The results are kept under version control, so that
+has a table of raydl beside the other libraries, one of all figures that have a target, one of what
+limits those that miss it (``limits.py``), then a section per benchmark: a chart of these figures
+relative to their targets, and the benchmark's own report. Short runs (``--quick``) are left out.
+``make bench`` writes the page at its end. The results are kept under version control, so that
 ``make bench BENCHMARKS="NAME NAME"`` renews some sections of the page and keeps the others; each
 section says when, where and of which commit it was measured.
 """
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.limits import limit_of
 from benchmarks.measure import Figure, target_text
 from benchmarks.programs import ROOT
 
@@ -31,9 +32,9 @@ _INTRODUCTION = """# Benchmarks
 `make bench` runs the benchmarks and writes this page from their results; with
 `BENCHMARKS="exchange recovery"` it runs these alone and keeps the other sections. Each figure is a
 median, with the least and the greatest value of the repeats, and is compared only with figures of
-the same run. The [measurements](measurements.md) say what the figures mean; the
-[journal](journal.md) says why targets were missed. The page lacks the benchmarks that have not been
-run in full since results are kept in the repository. Nothing was measured on a GPU.
+the same run. The [measurements](measurements.md) say what the figures mean. The page lacks the
+benchmarks that have not been run in full since results are kept in the repository. Nothing was
+measured on a GPU.
 """
 _BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is ahead of the best
 other library. The others ran without a hot spare; each row with `--spares 1` is followed by raydl
@@ -189,6 +190,7 @@ def page_of(results: dict[str, tuple[list[Figure], str]], charts: str) -> str:
         charts: folder of the charts, relative to the page.
     """
     parts = [_INTRODUCTION, *_beside_others(results), "## Targets", _targets(results)]
+    parts += _missed(results)
     for name, (figures, report) in results.items():
         parts += [f"## {name}", _first_line(name)]
         if any(figure.target is not None for figure in figures):
@@ -254,6 +256,24 @@ def _targets(results: dict[str, tuple[list[Figure], str]]) -> str:
             if figure.target is not None
         ]
     return "\n".join(lines)
+
+
+def _missed(results: dict[str, tuple[list[Figure], str]]) -> list[str]:
+    """Return a section that says what limits the figures that miss their targets."""
+    figures = [figure for figures, _ in results.values() for figure in figures]
+    of_text: dict[str, list[str]] = {}
+    for figure in figures:
+        if figure.target is not None and not figure.is_met:
+            limit = limit_of(figure.name)
+            text = limit.markdown() if limit else "Not known."
+            of_text.setdefault(text, []).append(f"`{figure.name}`")
+    if not of_text:
+        return []
+    rows = [f"| {', '.join(names)} | {text} |" for text, names in of_text.items()]
+    return [
+        "## Missed targets, and what limits them",
+        "\n".join(["| figure | limit |", "|---|---|", *rows]),
+    ]
 
 
 def _short(figure: Figure) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import page, watching
 from benchmarks.efficiency import speed, total_speed
+from benchmarks.limits import LIMITS, limit_of
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios, version
 from benchmarks.mixed_speed import mean_speed
 from benchmarks.peers import loop
@@ -131,6 +132,8 @@ def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_pa
     text = out.read_text()
     assert "| [ladder](#ladder) | a.speed | 2 (2 to 2) | at least 1 | 🟢 |" in text
     assert "| [exchange](#exchange) | a.speed | 0.5 (0.5 to 0.5) | at least 1 | 🔴 |" in text
+    assert "| `exchange.a.speed` | Not known. |" in text
+    assert "`ladder.a.speed` |" not in text
     assert "| case | seconds |\n| --- | --- |\n| exchange | 2 |" in text
     assert "    python -m benchmarks.ladder" in text
     assert "hosts" not in text, "a short run"
@@ -247,6 +250,22 @@ def test_a_report_names_the_commit_that_was_measured(tmp_path, monkeypatch):
 def test_the_page_in_the_docs_is_made_from_the_results_under_version_control(root):
     results = page.read_results(root / "benchmarks/results")
     assert (root / "docs/benchmarks.md").read_text() == page.page_of(results, "benchmarks")
+
+
+def test_the_page_says_of_each_missed_target_what_limits_it_and_where_it_was_measured(root):
+    results = page.read_results(root / "benchmarks/results")
+    figures = [figure for figures, _ in results.values() for figure in figures]
+    missed = [f.name for f in figures if f.target is not None and not f.is_met]
+    assert missed
+    assert [name for name in missed if limit_of(name) is None] == []
+    titles = re.findall(r"^##+ (.*)$", (root / "docs/journal.md").read_text(), flags=re.M)
+    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    assert {limit.section for limit in LIMITS} <= anchors
+    text = page.page_of(results, "benchmarks")
+    _, _, section = text.partition("## Missed targets, and what limits them")
+    rows = section.partition("\n## ")[0]
+    assert all(f"`{name}`" in rows for name in missed)
+    assert "Not known." not in rows
 
 
 def test_a_page_without_results_is_refused_in_one_sentence(tmp_path):

@@ -1,0 +1,153 @@
+"""What limits the figures that miss their targets, as far as it was measured; for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+_JOURNAL = "journal.md"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit of some figures."""
+
+    figures: Sequence[str]
+    """Their names; ``*`` stands for any characters."""
+    text: str
+    """What limits them, as one or more sentences."""
+    section: str
+    """The section of the journal with the measurements, as an anchor."""
+
+    def is_of(self, figure: str) -> bool:
+        """Whether it is the limit of a figure."""
+        return any(fnmatchcase(figure, name) for name in self.figures)
+
+    def markdown(self) -> str:
+        """Return the text with a link to the journal."""
+        return f"{self.text} ([journal]({_JOURNAL}#{self.section}))"
+
+
+LIMITS = (
+    Limit(
+        ["efficiency.lenet.*_over_*"],
+        "raydl lacks what the rows above lack. A run of five repeats had 1.25 over torchrun DDP "
+        "and 1.24 over Ray Train.",
+        "a-workers-step-beside-that-of-a-plain-process",
+    ),
+    Limit(
+        ["efficiency.lenet.sync-easgd-p1"],
+        "Both workers wait after each step for the slower one, as the ranks of DDP do. The sum "
+        "itself takes 0.31 ms, and would take no less through shared memory.",
+        "a-workers-step-beside-that-of-a-plain-process",
+    ),
+    Limit(
+        ["efficiency.lenet.*-p10"],
+        "Two workers use both cores. The processes of Ray, driver, center and evaluator use 2.7% "
+        "of them (4.1% where messages move the center), the threads of gloo and Ray 2%, clipping, "
+        "counting and timing 4%; two workers of `sync-easgd` wait 4% of the time for one another. "
+        "ResNet-20, whose steps take longer, meets the targets.",
+        "a-workers-step-beside-that-of-a-plain-process",
+    ),
+    Limit(
+        ["exchange.alexnet.sync"],
+        "The weights are copied into the message, since the replica trains on while it is summed. "
+        "A prototype whose message is sent in pieces took 1.16 of the bare sum, one without the "
+        "copy 1.05; torch's all-reduce has neither form.",
+        "exchange",
+    ),
+    Limit(
+        ["exchange.alexnet.async", "exchange.alexnet.hogwild"],
+        "The difference between replica and center is stored, as the center moves before the "
+        "replica does. A prototype that moves both at one moment had 1.38, but each round would "
+        "wait for the center.",
+        "exchange",
+    ),
+    Limit(
+        ["exchange.lenet.async", "exchange.lenet.hogwild"],
+        "Of 0.65 ms, most is a call of Ray, which completes the message; four passes over these "
+        "weights take 0.18 ms.",
+        "exchange",
+    ),
+    Limit(
+        ["goodput.*.error_of_plan"],
+        "The quiet speed, by which the goodput is divided, is uncertain by 5% to 9%.",
+        "goodput",
+    ),
+    Limit(
+        ["goodput.*-spare-worker"],
+        "Other runs of these cases had 0.86 to 0.98 for `sync-easgd`, 0.89 to 0.97 for "
+        "`async-easgd`. The quiet speed, by which they are divided, is uncertain by 5% to 9%.",
+        "goodput",
+    ),
+    Limit(
+        ["goodput.*-center"],
+        "Other runs of these cases had 0.88 and 0.93 for `sync-easgd`, 0.79 and 0.91 for "
+        "`async-easgd`. Where the time goes was not measured.",
+        "goodput",
+    ),
+    Limit(
+        ["goodput.*-notice"],
+        "A drained worker moves to a new node. To import there and to start a process takes 2 s of "
+        "CPU time, and all nodes share two cores here; the workers of a synchronous method wait "
+        "0.75 s for the replica.",
+        "goodput",
+    ),
+    Limit(
+        ["goodput.*-link"],
+        "A worker that is cut off is lost after 10 s (`elastic.lease_s`); until its replacement "
+        "trains, the other one has one of the two cores.",
+        "goodput",
+    ),
+    Limit(
+        ["growth.workers.sync-*"],
+        "Eight processes share two cores: the all-reduce alone grows as much "
+        "(`workers.bare-8-per-worker-over-2`, of the same run).",
+        "growth",
+    ),
+    Limit(
+        ["growth.plan.*-4-*"],
+        "The prediction does not include the wait for other workers, and four workers share two "
+        "cores.",
+        "growth",
+    ),
+    Limit(
+        ["mixed_speed.slow-of-four.*"],
+        "Four workers, Ray and the center share two cores. A run of one repeat had 0.93 for "
+        "`--steps-by-speed`, 0.99 for `async-easgd`, 0.91 for `hogwild-easgd` and 0.96 for "
+        "`async-diloco`.",
+        "workers-of-different-speed",
+    ),
+    Limit(
+        ["mixed_speed.changing.*"],
+        "The speed of the machine changed, too: the repeats of one case are up to 0.4 apart. A run "
+        "with smaller quotas had 0.82 to 0.91; why it lost more than with a constant quota was not "
+        "found out.",
+        "workers-of-different-speed",
+    ),
+    Limit(
+        ["recovery.*-spare.full_strength_s"],
+        "Other runs had 0.45 s (0.31 to 0.63) and 0.49 s (0.44 to 0.55).",
+        "recovery",
+    ),
+    Limit(
+        ["time_to_accuracy.ray-train_over_*"],
+        "With equal tuning both need the same samples. What is left is the speed, of which the "
+        "evaluator takes a part: it shares the cores with the workers. A run with three seeds had "
+        "1.19 (1.15 to 1.36) for the tuned case.",
+        "time-to-accuracy",
+    ),
+    Limit(
+        ["time_to_accuracy.*_over_sync-easgd"],
+        "With one seed the table orders no methods: their samples differ by a tenth between seeds, "
+        "which is the distance of two scores.",
+        "time-to-accuracy",
+    ),
+)
+"""The first one with a figure's name counts."""
+
+
+def limit_of(figure: str) -> Limit | None:
+    """Return the limit of a figure; None: it is not known."""
+    return next((limit for limit in LIMITS if limit.is_of(figure)), None)
