@@ -12,6 +12,7 @@ from repository import ROOT
 
 import raydl
 from raydl import cli
+from raydl.cli import data, options, planning, reporting, runs
 from raydl.config import TrainConfig
 from raydl.core.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
@@ -175,26 +176,44 @@ def test_every_method_and_its_equations_are_in_the_docs(root):
 
 
 def commands(text):
-    """Return the raydl commands in the code blocks of a text."""
+    """Return the raydl commands in the code blocks of a text, fenced or indented."""
     blocks = re.findall(r"^```(?:bash|console)?\n(.*?)^```", text, flags=re.M | re.S)
+    blocks += re.findall(r"^ {4}(raydl (?:.*\\\n)*.*)$", text, flags=re.M)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
+
+
+class Parsed(Exception):
+    """The options of a command are valid."""
+
+
+def parse_alone(*arguments, **more):
+    options.parse(*arguments, **more)
+    raise Parsed
 
 
 @pytest.mark.parametrize(
     "name",
     ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))],
 )
-def test_the_commands_of_the_docs_are_valid(root, name):
+def test_the_commands_of_the_docs_are_valid(root, name, monkeypatch):
+    modules = {module.__name__: module for module in (data, planning, reporting, runs)}
+    for module in modules.values():
+        monkeypatch.setattr(module, "parse", parse_alone)
     for words in commands((root / name).read_text()):
-        assert words[1] in cli.COMMANDS, words
+        command = cli.COMMANDS[words[1]]
         if words[1] == "train":
             config = cli.parse_train(words[2:])
             assert isinstance(config, TrainConfig)
             assert config.method.name in METHODS
             assert config.model in MODELS
-        if words[1] == "submit":
+        elif words[1] == "submit":
             cli.parse_train(words[words.index("--") + 1 :])
+        elif command.__module__ in modules:
+            with pytest.raises(Parsed):
+                command(words[2:])
+        else:
+            assert words[1] in {"methods", "models"}, "its options are not checked"
 
 
 def test_the_package_has_at_most_24_top_level_entries(root):
