@@ -32,7 +32,10 @@ def test_a_round_that_broke_after_its_first_fragment_leaves_the_center_as_it_was
     feedback = feedback_of(history.workers["w1"])
     history.train("w0", "w1", late={"w0": (0, 3)})  # the first fragment joins in step 1
     assert history.scripts["w1"].now == (0, 3)
-    assert_same(history.snapshot, before)
+    after = history.snapshot
+    assert after.progress.round == before.progress.round
+    for part in ("weights", "buffers", "optimizer"):  # the ledger has claims of that round
+        assert_same(getattr(after, part), getattr(before, part))
     assert_same(feedback_of(history.workers["w1"]), feedback)
 
 
@@ -130,7 +133,6 @@ def test_a_checkpoint_of_four_workers_resumes_with_two_and_with_six(method, num_
     members = [f"w{i}" for i in range(num_after)]
     after.train(*members, rounds=0, states=checkpoint.workers)
     assert_same(after.snapshot, before.snapshot)
-    assert after.snapshot.ledger == before.snapshot.ledger
     for worker_id in members:
         if worker_id in before.workers:
             replica = before.workers[worker_id].replica.state_dict()

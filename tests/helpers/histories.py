@@ -307,6 +307,10 @@ def assert_same(one: Any, other: Any) -> None:
             assert_same(a, b)
     elif hasattr(one, "weights"):
         assert one.progress.round == other.progress.round
+        assert one.progress.num_samples == other.progress.num_samples
+        assert one.progress.local_step == other.progress.local_step
+        assert_same(one.ledger, other.ledger)
+        assert one.num_cuts == other.num_cuts
         assert_same(one.weights, other.weights)
         assert_same(one.buffers, other.buffers)
         assert_same(one.optimizer, other.optimizer)
