@@ -1,34 +1,25 @@
 """Runs in one process that stop and resume from a checkpoint."""
 
-import dataclasses
-
 import numpy as np
 import torch
 from ensembles import Ensemble, tiny_images
 from replicas import deep
 
-from raydl.checkpoint.store import Checkpoint, CheckpointStore
-from raydl.core.progress import Progress
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.core.reports import Outcome
+from raydl.core.worker_group import Collected
 from raydl.storage import Storage
 
 
 def write_and_read_checkpoint(folder, ensemble, round):
     """Write a checkpoint of an ensemble; return its snapshot and worker states, read again."""
     store = CheckpointStore(Storage(str(folder)))
-    workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
-    state = {"optimizer": ensemble.newest.optimizer}
-    store.write(
-        Checkpoint(
-            progress=Progress(round=round, generation=1),
-            seconds=0.0,
-            center={"weights": torch.tensor(ensemble.newest.weights)},
-            state=state,
-            workers=workers,
-        )
-    )
-    checkpoint, _ = store.read()
-    return dataclasses.replace(ensemble.newest, **checkpoint.state), checkpoint.workers
+    states = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
+    store.write(checkpoint_of(Collected(ensemble.newest, states), ensemble.flat, seconds=0.0))
+    checkpoint, damage = store.read()
+    assert not damage
+    return snapshot_of(checkpoint, ensemble.flat), checkpoint.workers
 
 
 def assert_same_bits_after_an_interruption(config, folder):
