@@ -145,7 +145,7 @@ def test_the_speeds_are_measured_without_the_waits(monkeypatch):
     """Otherwise the fast worker would count as slow too, since it waits for the slow one."""
 
     def step(self, epoch, positions, plan, take=Worker._step):
-        time.sleep(0.03 if self.worker_id == "w1" else 0.003)
+        time.sleep(0.06 if self.worker_id == "w1" else 0.003)
         return take(self, epoch, positions, plan)
 
     monkeypatch.setattr(Worker, "_step", step)
