@@ -140,7 +140,7 @@ def figures_of(observations: Sequence[Observed]) -> Iterator[Figure]:
     back_s = [seconds for observed in observations for seconds in observed.back_s]
     yield figure("stale_writes", sum(len(observed.stale) for observed in observations), 0)
     yield figure("number", len(back_s))
-    yield Figure(name="partitions.back_s", value=Spread.of(back_s))
+    yield Figure(name="partitions.back_s", value=Spread.of(back_s), is_better="less")
     for kind, count in sum((observed.refused for observed in observations), Counter[str]()).items():
         yield figure(f"refused.{kind}", count)
 
