@@ -94,6 +94,19 @@ def no_chart_at_the_end(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
+def no_ray_by_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a call of Ray fail in a test without a cluster.
+
+    Ray would start a cluster in the test process, which ends with the thread of that call, and
+    then ends the test process, too.
+    """
+    if request.node.get_closest_marker("cluster") is None:
+        from ray._private import auto_init_hook
+
+        monkeypatch.setattr(auto_init_hook, "enable_auto_connect", False)
+
+
+@pytest.fixture(autouse=True)
 def no_ray_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent commands in the test process from starting Ray, which would outlive the test."""
     monkeypatch.setattr(session, "begin", lambda **_: None)
