@@ -263,7 +263,7 @@ def _missed(results: dict[str, tuple[list[Figure], str]]) -> list[str]:
     figures = [figure for figures, _ in results.values() for figure in figures]
     of_text: dict[str, list[str]] = {}
     for figure in figures:
-        if figure.target is not None and not figure.is_met:
+        if figure.is_met is False:
             limit = limit_of(figure.name)
             text = limit.markdown() if limit else "Not known."
             of_text.setdefault(text, []).append(f"`{figure.name}`")

@@ -16,20 +16,9 @@ from raydl.ray_backend.cluster import kill_process
 from raydl.ray_backend.liveness import Liveness, Times, times_of
 
 
-def running(cpu_s, at_s):
-    return Times(cpu_s, "R", True, at_s)
-
-
-def sleeping(cpu_s, at_s):
-    return Times(cpu_s, "S", False, at_s)
-
-
-def stopped(cpu_s, at_s):
-    return Times(cpu_s, "T", False, at_s)
-
-
-def zombie(cpu_s, at_s):
-    return Times(cpu_s, "Z", False, at_s)
+def seen(cpu_s, state, at_s):
+    """Return the times of a process with one thread."""
+    return Times(cpu_s, state, state == "R", at_s)
 
 
 def checked(*times, at=(1.0, 2.0)):
@@ -42,23 +31,23 @@ def checked(*times, at=(1.0, 2.0)):
 
 
 def test_a_process_that_computes_is_busy():
-    assert checked(running(5.0, 100.0), running(5.9, 101.0)).is_busy("w1", 2.0)
-    assert checked(sleeping(5.0, 100.0), sleeping(5.2, 101.0)).is_busy("w1", 2.0)
+    assert checked(seen(5.0, "R", 100.0), seen(5.9, "R", 101.0)).is_busy("w1", 2.0)
+    assert checked(seen(5.0, "S", 100.0), seen(5.2, "S", 101.0)).is_busy("w1", 2.0)
 
 
 def test_a_process_that_waits_for_a_core_at_every_check_is_busy():
-    assert checked(running(5.0, 100.0), running(5.01, 101.0)).is_busy("w1", 2.0)
-    assert not checked(sleeping(5.0, 100.0), running(5.01, 101.0)).is_busy("w1", 2.0)
-    assert not checked(running(5.0, 100.0), sleeping(5.01, 101.0)).is_busy("w1", 2.0)
+    assert checked(seen(5.0, "R", 100.0), seen(5.01, "R", 101.0)).is_busy("w1", 2.0)
+    assert not checked(seen(5.0, "S", 100.0), seen(5.01, "R", 101.0)).is_busy("w1", 2.0)
+    assert not checked(seen(5.0, "R", 100.0), seen(5.01, "S", 101.0)).is_busy("w1", 2.0)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
-        (stopped(5.0, 100.0), stopped(5.0, 101.0), "; its process is stopped"),
-        (sleeping(5.0, 100.0), sleeping(5.01, 101.0), "; its process uses no CPU: it waits"),
-        (running(5.0, 100.0), None, "; its process has ended"),
-        (running(5.0, 100.0), zombie(5.0, 101.0), "; its process has ended"),
+        (seen(5.0, "T", 100.0), seen(5.0, "T", 101.0), "; its process is stopped"),
+        (seen(5.0, "S", 100.0), seen(5.01, "S", 101.0), "; its process uses no CPU: it waits"),
+        (seen(5.0, "R", 100.0), None, "; its process has ended"),
+        (seen(5.0, "R", 100.0), seen(5.0, "Z", 101.0), "; its process has ended"),
     ],
 )
 def test_a_process_that_does_not_compute_is_not_busy_and_the_reason_is_given(before, after, why):
@@ -70,16 +59,16 @@ def test_a_process_that_does_not_compute_is_not_busy_and_the_reason_is_given(bef
 def test_one_check_is_not_enough_and_an_old_check_does_not_count():
     liveness = Liveness()
     liveness.due(["w1"], 1.0)
-    liveness.note("w1", running(5.0, 100.0), 1.0)
+    liveness.note("w1", seen(5.0, "R", 100.0), 1.0)
     assert not liveness.is_busy("w1", 1.0)
     assert liveness.why_silent("w1", 1.0) == ""  # it may be busy
-    liveness = checked(running(5.0, 100.0), running(5.9, 101.0))
+    liveness = checked(seen(5.0, "R", 100.0), seen(5.9, "R", 101.0))
     assert not liveness.is_busy("w1", 8.0)
     assert liveness.why_silent("w1", 8.0) == "; its node does not answer either"
 
 
 def test_a_process_is_checked_once_a_second_and_forgotten_once_it_answers():
-    liveness = checked(running(5.0, 100.0), running(5.9, 101.0))
+    liveness = checked(seen(5.0, "R", 100.0), seen(5.9, "R", 101.0))
     assert liveness.due(["w1"], 2.5) == []
     assert liveness.due([], 2.6) == []
     assert liveness.due(["w1"], 2.7) == ["w1"]
