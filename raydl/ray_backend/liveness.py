@@ -113,9 +113,9 @@ class Liveness:
         before, newest = observed.samples[0], observed.samples[-1]
         if before is None or newest is None:
             return False
-        is_waiting_for_core = all(times and times.is_runnable for times in observed.samples)
+        was_runnable = all(times and times.is_runnable for times in observed.samples)
         used_s, span_s = newest.cpu_s - before.cpu_s, newest.at_s - before.at_s
-        return is_waiting_for_core or has_computed(used_s, span_s)
+        return was_runnable or has_computed(used_s, span_s)
 
     def why_silent(self, who: str, now: float) -> str:
         """Return why a process may not answer, as the rest of a sentence, or "" if unknown."""
