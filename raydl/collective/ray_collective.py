@@ -167,6 +167,9 @@ class CenterStore(dist.Store):  # type: ignore[misc]
 
     def _fetch(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
         """Fetch all keys that the center has, after a wait for the given ones."""
+        # The thread of an abandoned group may outlive Ray: its call would start another cluster.
+        if not ray.is_initialized():
+            raise RuntimeError("this process has disconnected from Ray")
         try:
             call = self._center.wait_for_keys.remote(*self._generation, keys, timeout_s)
             known = ray.get(call, timeout=timeout_s + answer_s)

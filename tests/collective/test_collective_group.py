@@ -131,6 +131,16 @@ def test_a_center_that_does_not_answer_raises_except_in_a_check(center, fake_ray
     )  # an error in NCCL's thread, which calls it, would end the process
 
 
+def test_a_wait_for_keys_ends_when_the_process_disconnects_from_ray(center, fake_ray, monkeypatch):
+    """A call of Ray would start a cluster."""
+    monkeypatch.setattr(collective, "_POLL_S", 0.05)
+    threading.Timer(0.2, setattr, (fake_ray, "is_connected", False)).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="this process has disconnected from Ray"):
+        store_of(center).get("never")
+    assert time.monotonic() - began < SOON_S
+
+
 def test_a_wait_for_keys_ends_when_the_generation_is_over(center, fake_ray):
     center.server.set_key("run", 8, "a", b"1")
     began = time.monotonic()

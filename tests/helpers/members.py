@@ -63,8 +63,12 @@ class FakeRay:
 
     def __init__(self):
         self.timeouts = []
+        self.is_connected = True
         self.util = types.SimpleNamespace(get_node_ip_address=lambda: HOST)
         self.runtime = types.SimpleNamespace(get_node_id=lambda: "node")
+
+    def is_initialized(self):
+        return self.is_connected
 
     def get(self, future, timeout):
         self.timeouts.append(timeout)
