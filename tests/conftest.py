@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from disks import mounted
@@ -21,6 +22,8 @@ from ensembles import Ensemble, tiny_images
 from repository import HELPERS, ROOT
 
 from raydl.data import ImageSet
+from raydl.data import images as pictures
+from raydl.data.images import decode_one
 from raydl.ray_backend import session
 from raydl.run.recorder import RunRecorder
 
@@ -91,6 +94,24 @@ def no_chart_at_the_end(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Skip the chart at the end of a run, which takes 0.1 s, except in tests marked ``charts``."""
     if request.node.get_closest_marker("charts") is None:
         monkeypatch.setattr(RunRecorder, "_draw_time_parts", lambda self: None)
+
+
+_decoded: dict[tuple[bytes, str], np.ndarray] = {}
+
+
+def decode_once(data: bytes, row: int | None, *, mode: str, source: str) -> np.ndarray:
+    picture = _decoded.get((data, mode))
+    if picture is None:
+        picture = decode_one(data, row, mode=mode, source=source)
+        if len(_decoded) < 4000:
+            _decoded[data, mode] = picture
+    return picture
+
+
+@pytest.fixture(autouse=True)
+def pictures_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode each of the bundled digits once: that was half of the time of a short run."""
+    monkeypatch.setattr(pictures, "decode_one", decode_once)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from raydl.config import MethodConfig
 from raydl.config.custom_code import load_own
 from raydl.config.learning import STRATEGIES
 from raydl.core.rules import Rule, Sends, Tally
+from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
 
 _NUM_UPDATES = 16
@@ -206,7 +207,7 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
     handle = center.detach()
     optimizer: Optimizer | None = rule.make_center_optimizer([handle])
     if not rule.steps_replica:
-        optimizer = SGD([handle], lr=0.1)
+        optimizer = without_compiler(SGD)([handle], lr=0.1)
     num_messages = 2 if rule.strategy == "sync" else 1
     for number in range(_NUM_UPDATES):
         total = values.roll(number)

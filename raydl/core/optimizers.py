@@ -36,6 +36,7 @@ from torch.optim import LBFGS, Optimizer
 from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
 from raydl.core.rules import lr_factor
+from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
 
 OwnOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -134,26 +135,8 @@ def _over(
 
 def _named(tensors: list[tuple[Tensor, _GroupKey]], config: OptimizerConfig) -> Optimizer:
     """Return torch's optimizer over tensors, given as (tensor, its group)."""
-    kind = _without_compiler(OPTIMIZERS[config.name])
+    kind = without_compiler(OPTIMIZERS[config.name])
     return kind(_groups(tensors, config), **_settings(config))
-
-
-def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return an optimizer class of torch without the decorators that import torch's compiler.
-
-    The decorators matter only in a compiled training step. The import takes a second of CPU time,
-    which every worker would spend before its first step.
-    """
-    names = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
-    compute = inspect.unwrap(kind.step)
-
-    @functools.wraps(compute)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-            return compute(self, *args, **kwargs)
-
-    return type(kind.__name__, (kind,), {**methods, "step": step})
 
 
 def _highest_lr(optimizer: Optimizer) -> float:
@@ -503,7 +486,7 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
 def _try_options(setting: str, config: OptimizerConfig) -> None:
     """Raise a ConfigError unless a named optimizer steps with its options."""
     try:
-        kind = _without_compiler(OPTIMIZERS[config.name])
+        kind = without_compiler(OPTIMIZERS[config.name])
         kind([parameter for _, parameter in _sample()], **_settings(config)).step()
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         problem = f"{config.options!r} is not accepted by {config.name}: {error}"

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from raydl.config import MethodConfig
+from raydl.core.torch_import import without_compiler
 
 BLOCK = 1 << 19
 """Floats per block, 2 MiB: several vectors of it fit in the shared cache, and a pass over it takes
@@ -339,7 +340,8 @@ class Outer(Rule):
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
         """Return torch's SGD with the outer rate and momentum."""
         nesterov = self.nesterov and self.momentum > 0  # torch refuses it without momentum
-        return SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        make = without_compiler(SGD)
+        return make(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
@@ -356,7 +358,7 @@ class DelayedOuter(Outer):
 
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
         """Return the delayed Nesterov optimizer."""
-        return DelayedNesterov(tensors, lr=self.lr, momentum=self.momentum)
+        return without_compiler(DelayedNesterov)(tensors, lr=self.lr, momentum=self.momentum)
 
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None

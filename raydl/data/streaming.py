@@ -16,7 +16,7 @@ import torch
 
 from raydl.config import InputConfig
 from raydl.data.images import decode_one, decodes_in_threads, mode_of
-from raydl.data.parquet import labelled_pictures
+from raydl.data.parquet import integers_of, labelled_pictures
 from raydl.data.row_groups import InRowGroups, RowGroups
 from raydl.data.samples import Batch, DataShape, check_readable
 from raydl.data.table import tensor_array
@@ -48,7 +48,7 @@ class _ToGroup:
         name = self.groups.name(number)
         pictures = labelled_pictures(table, source=name, allows_null=True, allows_tensors=True)
         column = pictures["image"].combine_chunks()
-        labels = pictures["label"].fill_null(_NO_LABEL).to_numpy()
+        labels = integers_of(pictures["label"].fill_null(_NO_LABEL))
         if not isinstance(column.type, pa.BaseExtensionType):
             return _Group(column, labels)
         return _Group(_decoded(column, source=name), labels)

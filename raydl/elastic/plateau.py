@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raydl.config import EvaluationConfig, OptimizerConfig
 from raydl.core.scores import metric_of, score_of
+from raydl.core.torch_import import without_compiler
 
 
 class Plateau:
@@ -36,10 +37,9 @@ class Plateau:
         self._config = config
         self._evaluation = evaluation or EvaluationConfig()
         self._scheduler: ReduceLROnPlateau | None = None
-        # Only with this schedule: torch's first optimizer in a process imports its compiler, 0.8 s.
         if config.lr_schedule == "plateau":
             self._scheduler = ReduceLROnPlateau(
-                SGD([torch.zeros(1)], lr=1.0),
+                without_compiler(SGD)([torch.zeros(1)], lr=1.0),
                 mode="max",
                 factor=config.gamma,
                 patience=config.patience,

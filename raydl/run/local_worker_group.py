@@ -242,4 +242,6 @@ class LocalWorkerGroup:
         """End the reading ahead, and restore a switch of this process; there is no other."""
         if self._has_worker:
             self._worker.stop_fetching()
-        torch.use_deterministic_algorithms(self._was_deterministic)
+        # The call imports torch's compiler, which takes a second.
+        if torch.are_deterministic_algorithms_enabled() != self._was_deterministic:
+            torch.use_deterministic_algorithms(self._was_deterministic)

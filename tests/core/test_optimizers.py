@@ -51,11 +51,13 @@ def test_every_optimizer_takes_the_steps_of_torch_bit_for_bit(name):
 
 
 @pytest.mark.processes
-def test_no_optimizer_by_name_imports_the_compiler_of_torch():
+def test_no_optimizer_by_name_or_of_a_method_or_a_schedule_imports_the_compiler_of_torch():
     code = """
 import sys, torch
-from raydl.config import OptimizerConfig
+from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
+from raydl.core.methods import METHODS, resolve
 from raydl.core.optimizers import OPTIMIZERS, make_optimizer
+from raydl.elastic.plateau import Plateau
 model = torch.nn.Linear(2, 2, bias=False)
 for name in OPTIMIZERS:
     optimizer = make_optimizer(OptimizerConfig(name=name, lr=0.1), None, model)([model.weight])
@@ -63,6 +65,14 @@ for name in OPTIMIZERS:
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
+for name in METHODS:
+    method = resolve(TrainConfig(method=MethodConfig(name=name)))
+    optimizer = method.rule.make_center_optimizer([model.weight])
+    model.weight.grad = torch.ones(2, 2)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+Plateau(OptimizerConfig(lr_schedule="plateau")).note_score({"accuracy": 0.5})
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

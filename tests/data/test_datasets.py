@@ -1,6 +1,8 @@
 """Every kind of input is read, and broken input is an error with its reason."""
 
 import gzip
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,14 @@ def test_the_bundled_digits_are_complete():
     assert digits.train.image_shape == (1, 8, 8)
     assert digits.train.num_classes == 10
     assert digits.train.images.max() == 255
+
+
+@pytest.mark.processes
+def test_pictures_are_read_without_pandas():
+    code = (
+        "import sys; from raydl.data import load; load('digits'); sys.exit('pandas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_a_folder_a_glob_and_a_uri_of_parquet_are_the_same(hub):

@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore
@@ -23,6 +24,32 @@ class FailsLater(raydl.Classification):
         if self.num_calls == 10:
             raise ZeroDivisionError("my own mistake")
         return super().loss(model, batch)
+
+
+def trainer(folder):
+    return raydl.Trainer(
+        "mlp",
+        "synthetic:96",
+        training=raydl.TrainingConfig(steps=2, batch_size=8),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(folder), progress="none"),
+    )
+
+
+def test_torchs_switch_for_deterministic_kernels_is_restored(tmp_path):
+    torch.use_deterministic_algorithms(True)
+    try:
+        trainer(tmp_path / "a").fit()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    trainer(tmp_path / "b").fit()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_on_cpus_torchs_compiler_is_not_imported_for_a_switch_that_stays(tmp_path, monkeypatch):
+    monkeypatch.delattr(torch, "use_deterministic_algorithms")
+    trainer(tmp_path / "run").fit()
 
 
 @pytest.mark.parametrize("policy", ["auto", "replace"])
