@@ -109,7 +109,12 @@ class CenterStore(dist.Store):  # type: ignore[misc]
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a key; return before it has arrived."""
+        """Write a key; return before it has arrived.
+
+        Raises:
+            RuntimeError: if this process has disconnected from Ray.
+        """
+        self._check_connected()
         self._known[key] = value
         self._center.set_key.remote(*self._generation, key, value)
 
@@ -167,9 +172,7 @@ class CenterStore(dist.Store):  # type: ignore[misc]
 
     def _fetch(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
         """Fetch all keys that the center has, after a wait for the given ones."""
-        # The thread of an abandoned group may outlive Ray: its call would start another cluster.
-        if not ray.is_initialized():
-            raise RuntimeError("this process has disconnected from Ray")
+        self._check_connected()
         try:
             call = self._center.wait_for_keys.remote(*self._generation, keys, timeout_s)
             known = ray.get(call, timeout=timeout_s + answer_s)
@@ -179,6 +182,14 @@ class CenterStore(dist.Store):  # type: ignore[misc]
         if known is None:
             raise RuntimeError("a later generation has begun")
         self._known.update(known)
+
+    def _check_connected(self) -> None:
+        """Raise RuntimeError without a connection, since Ray would start a cluster for a call.
+
+        The thread of an abandoned group may outlive the connection.
+        """
+        if not ray.is_initialized():
+            raise RuntimeError("this process has disconnected from Ray")
 
 
 class RayGroup(BaseGroup):  # type: ignore[misc]
@@ -428,14 +439,16 @@ class CollectiveGroup:
     def _connect(self, algorithm: str) -> AdaptiveAllreduce | None:
         store = CenterStore(self._center, self.address, self.num_workers)
         tls = tls_files(os.environ)  # the certificates of Ray's own connections
-        host, is_library = ray.util.get_node_ip_address(), algorithm == "library"
+        # Before the waits: Ray might be disconnected after them, and would start a cluster.
+        host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        is_library = algorithm == "library"
         # Ray's operations need more than sums and gathers.
         has_pairs = not is_library or self._diagnosis is not None
         self.torch.connect(store, host=host, tls=tls, has_pairs=has_pairs)
         if is_library:
             return None
         store = self.torch.store
-        store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id().encode())
+        store.set(f"node/{self._rank}", node_id.encode())
         values = store.multi_get([f"node/{rank}" for rank in range(self.num_workers)])
         nodes, generation = [value.decode() for value in values], self.address.generation
         return AdaptiveAllreduce(self.torch.link(), nodes, algorithm, generation=generation)

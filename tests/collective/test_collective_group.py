@@ -131,14 +131,21 @@ def test_a_center_that_does_not_answer_raises_except_in_a_check(center, fake_ray
     )  # an error in NCCL's thread, which calls it, would end the process
 
 
-def test_a_wait_for_keys_ends_when_the_process_disconnects_from_ray(center, fake_ray, monkeypatch):
-    """A call of Ray would start a cluster."""
+def test_a_store_makes_no_call_once_the_process_has_disconnected_from_ray(
+    center, fake_ray, monkeypatch
+):
+    """Ray would start a cluster for the call."""
     monkeypatch.setattr(collective, "_POLL_S", 0.05)
     threading.Timer(0.2, setattr, (fake_ray, "is_connected", False)).start()
-    began = time.monotonic()
+    store, began = store_of(center), time.monotonic()
     with pytest.raises(RuntimeError, match="this process has disconnected from Ray"):
-        store_of(center).get("never")
+        store.get("never")
     assert time.monotonic() - began < SOON_S
+    num_waits = len(center.waits)
+    with pytest.raises(RuntimeError, match="this process has disconnected from Ray"):
+        store.set("a", b"1")
+    assert not store.check(["a"])
+    assert len(center.waits) == num_waits
 
 
 def test_a_wait_for_keys_ends_when_the_generation_is_over(center, fake_ray):
