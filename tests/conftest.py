@@ -100,10 +100,11 @@ _decoded: dict[tuple[bytes, str], np.ndarray] = {}
 
 
 def decode_once(data: bytes, row: int | None, *, mode: str, source: str) -> np.ndarray:
+    """Return a picture as ``decode_one`` does, from memory if it was decoded before."""
     picture = _decoded.get((data, mode))
     if picture is None:
         picture = decode_one(data, row, mode=mode, source=source)
-        if len(_decoded) < 4000:
+        if len(_decoded) < 4000:  # tests measure the memory of this process
             _decoded[data, mode] = picture
     return picture
 

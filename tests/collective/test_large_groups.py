@@ -1,6 +1,5 @@
 """Groups of many members form with few connections, and handle a loss like small ones."""
 
-import gc
 import os
 import threading
 import time
@@ -94,8 +93,8 @@ def large():
         group.abort()
 
 
-def num_connections():
-    """Return the number of TCP connections of this process, which has both ends of each."""
+def open_sockets():
+    """Return the inodes of this process's connected TCP sockets; it has both ends of each."""
     ours = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -104,19 +103,12 @@ def num_connections():
             continue
     lines = Path("/proc/self/net/tcp").read_text().splitlines()
     rows = [line.split() for line in lines[1:]]
-    established = [row for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in ours]
-    return len(established) // 2
+    return {row[9] for row in rows if row[3] == "01" and f"socket:[{row[9]}]" in ours}
 
 
-def num_connections_before():
-    """Return the connections of this process once those of earlier tests have been closed."""
-    gc.collect()
-    seen = [num_connections()]
-    while len(seen) < 3 or len(set(seen[-3:])) > 1:
-        assert len(seen) < 200, seen[-3:]
-        time.sleep(0.1)
-        seen.append(num_connections())
-    return seen[-1]
+def num_connections_since(before):
+    """Return the number of connections made since; those of earlier tests may close meanwhile."""
+    return len(open_sockets() - before) // 2
 
 
 def total(group):
@@ -135,18 +127,18 @@ def gathered(group):
 
 
 def test_each_member_of_a_large_group_connects_with_two_others(large):
-    before, members = num_connections_before(), large()
+    before, members = open_sockets(), large()
     assert members.connect() == [None] * MANY
-    assert num_connections() - before == MANY
+    assert num_connections_since(before) == MANY
     assert members.each(total) == [[float(MANY)]] * MANY
     assert members.each(gathered) == [list(range(MANY))] * MANY
-    assert num_connections() - before == MANY, "no other connection was needed"
+    assert num_connections_since(before) == MANY, "no other connection was needed"
 
 
 def test_members_that_send_to_each_other_connect_with_all(large):
-    before, members = num_connections_before(), large()
+    before, members = open_sockets(), large()
     assert members.connect(has_pairs=True) == [None] * MANY
-    assert num_connections() - before == MANY * (MANY - 1) // 2
+    assert num_connections_since(before) == MANY * (MANY - 1) // 2
 
 
 def test_when_one_member_of_many_leaves_the_sums_of_all_others_fail(large):

@@ -51,7 +51,7 @@ def test_every_optimizer_takes_the_steps_of_torch_bit_for_bit(name):
 
 
 @pytest.mark.processes
-def test_no_optimizer_by_name_or_of_a_method_or_a_schedule_imports_the_compiler_of_torch():
+def test_no_optimizer_that_raydl_makes_imports_the_compiler_of_torch():
     code = """
 import sys, torch
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig

@@ -26,28 +26,35 @@ class FailsLater(raydl.Classification):
         return super().loss(model, batch)
 
 
-def trainer(folder):
+def trainer(folder, *callbacks):
     return raydl.Trainer(
         "mlp",
         "synthetic:96",
         training=raydl.TrainingConfig(steps=2, batch_size=8),
         scaling=raydl.ScalingConfig(num_workers=0),
         run=raydl.RunConfig(run_dir=str(folder), progress="none"),
+        callbacks=callbacks,
     )
 
 
+class Switches(raydl.Callback):
+    """Switches to deterministic kernels during a run, as a worker on a GPU does."""
+
+    def evaluated(self, evaluated):
+        torch.use_deterministic_algorithms(True)
+
+
 def test_torchs_switch_for_deterministic_kernels_is_restored(tmp_path):
-    torch.use_deterministic_algorithms(True)
     try:
-        trainer(tmp_path / "a").fit()
-        assert torch.are_deterministic_algorithms_enabled()
+        trainer(tmp_path / "run", Switches()).fit()
+        assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    trainer(tmp_path / "b").fit()
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_on_cpus_torchs_compiler_is_not_imported_for_a_switch_that_stays(tmp_path, monkeypatch):
+def test_a_switch_that_no_worker_changes_is_not_set_since_that_imports_torchs_compiler(
+    tmp_path, monkeypatch
+):
     monkeypatch.delattr(torch, "use_deterministic_algorithms")
     trainer(tmp_path / "run").fit()
 
