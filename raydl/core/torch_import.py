@@ -11,17 +11,16 @@ import inspect
 import sys
 from typing import Any, TypeVar
 
-if "torch" not in sys.modules and gc.isenabled():
+_is_first = "torch" not in sys.modules and gc.isenabled()
+if _is_first:
     gc.disable()
-    try:
-        import torch
-    finally:
+try:
+    import torch
+    from torch.optim import Optimizer
+finally:
+    if _is_first:
         gc.freeze()  # a process that has not imported torch yet is young, and has no garbage
         gc.enable()
-else:
-    import torch
-
-from torch.optim import Optimizer
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -30,7 +29,7 @@ def without_compiler(kind: type[OptimizerT]) -> type[OptimizerT]:
     """Return an optimizer class of torch without the decorators that import torch's compiler.
 
     The decorators matter only in a compiled training step. The import takes a second of CPU time,
-    which every worker would spend before its first step.
+    which each process with an optimizer would spend before its first step.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}

@@ -17,7 +17,7 @@ from raydl.data.images import (
     mode_of,
     shared_class_names,
 )
-from raydl.data.parquet import check_labels, class_names_of, has_pictures
+from raydl.data.parquet import check_labels, class_names_of, has_pictures, integers_of
 from raydl.data.row_groups import FileGroups
 from raydl.data.table import arrays_of, row_bytes
 from raydl.data.text import TokenSet, load_text
@@ -230,7 +230,7 @@ def _labels(groups: FileGroups) -> list[np.ndarray]:
     check_labels(groups.schema, groups.columns, groups.source)
     labels_only = groups.narrowed(groups.columns[1:])
     columns = (labels_only.read(number)[0] for number in range(len(groups.sizes)))
-    return [column.cast(pa.int64()).fill_null(-1).to_numpy() for column in columns]
+    return [integers_of(column.cast(pa.int64()).fill_null(-1)) for column in columns]
 
 
 def _class_names(groups: Sequence[FileGroups], labels: Sequence[list[np.ndarray]]) -> list[str]:
