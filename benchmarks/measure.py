@@ -220,8 +220,9 @@ def machine() -> str:
     except OSError:  # not Linux
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return (
-        f"{os.cpu_count()} cores of {(models or [platform.machine()])[0]}, "
+        f"{os.cpu_count()} cores of {(models or [platform.machine()])[0]}, {gpu}"
         f"Python {platform.python_version()}, torch {torch.__version__}, Ray {ray.__version__}; "
         f"load average {os.getloadavg()[0]:.1f}."
     )

@@ -2,9 +2,10 @@
 
 Epochs over the samples in random order, torch's SGD on the mean cross entropy, a learning rate that
 warms up and then decays along half a cosine. It shares with raydl only what must be equal on both
-sides: reading and normalizing the pictures (one multiplication and one addition per batch of
-uint8), the order of the samples, the networks, and the learning-rate schedule. Gradients are not
-clipped, unlike raydl's by default, which is to the peer's advantage in speed.
+sides: reading the pictures, copying them to a GPU and normalizing them (one multiplication and one
+addition per batch of uint8), the order of the samples, the networks, and the learning-rate
+schedule. Gradients are not clipped, unlike raydl's by default, which is to the peer's advantage in
+speed.
 
 In a process group each rank trains on its part of a global batch of ``batch_size`` per rank, and
 evaluates its part of the test set; the samples of all ranks are counted. The clock starts at the
@@ -33,6 +34,7 @@ from raydl import models
 from raydl.config import TrainConfig
 from raydl.core.rules import lr_factor
 from raydl.data import Dataset, load, preparation_for
+from raydl.data.samples import to_device
 
 _AGREE_STEPS = 20
 """Steps between two all-reduces of the elapsed time, in a run limited by seconds."""
@@ -59,6 +61,8 @@ class Settings:
     warmup: float = 0.05
     """Share of the run in which the learning rate rises from 0."""
     seed: int = 0
+    device: str = "cpu"
+    """cpu or cuda."""
     evaluate_every: int | None = None
     """Samples of all ranks between two evaluations; None: no evaluation."""
     stop_at_accuracy: float | None = None
@@ -221,7 +225,9 @@ class Run:
         self._store = store
         self._prepare = preparation_for(data, TrainConfig(model=settings.model))
         self._order = data.train.order(settings.seed)
-        self._module = models.find(settings.model)(shape.input_shape, shape.num_classes)
+        self._device = torch.device(settings.device)
+        module = models.find(settings.model)(shape.input_shape, shape.num_classes)
+        self._module = module.to(self._device)
         self._model = wrap(self._module)
         self._optimizer = torch.optim.SGD(
             self._model.parameters(), lr=settings.lr, momentum=settings.momentum
@@ -282,7 +288,7 @@ class Run:
             num_ranks=num_ranks(),
         )
         rows = self._order.rows(epoch, positions)
-        images, labels = self._prepare(self._data.train.fetch(rows), rows, epoch)
+        images, labels = self._batch(self._data.train.fetch(rows), rows, epoch)
         lr = settings.lr * lr_factor("cosine", self._share_done, warmup=settings.warmup)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -291,6 +297,11 @@ class Run:
         self._optimizer.step()
         self._num_done += count
         self._num_steps += 1
+
+    def _batch(self, batch: Any, rows: np.ndarray, epoch: int | None) -> Any:
+        if self._device.type != "cpu":
+            batch = to_device(batch, self._device)
+        return self._prepare(batch, rows, epoch)
 
     def _score(self, clock: Clock) -> None:
         seconds = clock.seconds
@@ -310,7 +321,7 @@ class Run:
         return summed(num_correct)[0] / test.num_samples
 
     def _num_correct(self, rows: np.ndarray) -> int:
-        images, labels = self._prepare(self._data.test.fetch(rows), rows, None)
+        images, labels = self._batch(self._data.test.fetch(rows), rows, None)
         predictions: Tensor = self._module(images).argmax(1)
         return int((predictions == labels).sum())
 
@@ -378,7 +389,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
         doc: docstring of the peer; its first line is the description.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    strings = ("model", "data", "events", "result")
+    strings = ("model", "data", "device", "events", "result")
     numbers = ("lr", "momentum", "warmup", "seconds", "stop_at_accuracy")
     kinds: dict[str, Callable[[str], Any]] = {**dict.fromkeys(strings, str)}
     kinds |= dict.fromkeys(numbers, float)

@@ -8,14 +8,16 @@ closes the connections, so that peers that wait for this member fail at once, to
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -48,6 +50,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 """Pauses between two polls of a device, in seconds."""
 _LEFT = "the group was left while it formed"
 
+T = TypeVar("T")
+
 
 class TorchGroup:
     """One member's side of a process group; usable once connected.
@@ -66,6 +70,9 @@ class TorchGroup:
         self._rank = rank
         self._num_workers = num_workers
         self._is_cuda = device == "cuda"
+        self._device = torch.device(device)
+        if self._is_cuda:  # another thread connects, and each thread has its own current device
+            self._device = torch.device(device, torch.cuda.current_device())
         self._tunnel: TlsTunnel | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._peers: tuple[int, ...] = tuple(r for r in range(num_workers) if r != rank)
@@ -110,7 +117,7 @@ class TorchGroup:
         # could not free it.
         try:
             self.process_group = (
-                _make_nccl(store, self._rank, self._num_workers, self._timeout)
+                self._connected_nccl(store)
                 if self._is_cuda
                 else make_gloo(
                     store,
@@ -133,6 +140,30 @@ class TorchGroup:
             raise RuntimeError(_LEFT)
         if not self._is_cuda:
             self._check_peers(store.get(SECRET))
+
+    def _connected_nccl(self, store: Any) -> Any:
+        """Return an NCCL group whose members are all connected.
+
+        torch connects them in the first operation, without a bound, and in a way that nothing
+        interrupts: NCCL waits for a member that does not come. So first all members say that they
+        are here, and then another thread connects.
+
+        Raises:
+            RuntimeError: if not all members joined in time, or this member left meanwhile.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        store.set(f"nccl/{self._rank}", b"here")
+        store.wait([f"nccl/{rank}" for rank in range(self._num_workers)], self._timeout)
+        make = functools.partial(_make_nccl, store, self._rank, self._num_workers, self._timeout)
+        connecting = in_thread(lambda: _connected_or_problem(make, self._device))
+        while not connecting.done():
+            futures.wait([connecting], _SLICE.total_seconds())
+            if not connecting.done() and (problem := self._why_give_up(deadline)):
+                raise RuntimeError(problem)
+        found = connecting.result()
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return found
 
     def _check_peers(self, secret: bytes) -> None:
         """Let connected members prove to each other that they know the generation's secret.
@@ -397,6 +428,19 @@ def _make_nccl(store: Any, rank: int, num_workers: int, timeout: timedelta) -> A
     return dist.ProcessGroupNCCL(store, rank, num_workers, options)
 
 
+def _connected_or_problem(make: Callable[[], Any], device: torch.device) -> Any:
+    """Return a group after a first sum on a device, which connects its members; or why that failed.
+
+    An error would keep a reference to the group, so that its connections would stay open.
+    """
+    try:
+        process_group = make()
+        process_group.allreduce([torch.ones(1, device=device)], dist.AllreduceOptions()).wait()
+    except RuntimeError as error:
+        return str(error)
+    return process_group
+
+
 def _close_connections(process_group: Any, peers: Iterable[int]) -> None:
     """Close all connections of a gloo group; operations in progress fail, here and at the peers.
 
@@ -411,3 +455,17 @@ def _close_connections(process_group: Any, peers: Iterable[int]) -> None:
         with contextlib.suppress(RuntimeError):
             receive = process_group.recv([torch.empty(1)], peer, _CUT_TAG)
             receive.wait(timedelta(milliseconds=1))
+
+
+def in_thread(act: Callable[[], T]) -> futures.Future[T]:
+    """Run a function in a daemon thread; return its future. The process can end without it."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result

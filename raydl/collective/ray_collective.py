@@ -35,7 +35,13 @@ from torch import Tensor
 
 from raydl.collective.allreduce import AdaptiveAllreduce
 from raydl.collective.failure_diagnosis import AGAIN, FailureDiagnosis
-from raydl.collective.process_group import TorchGroup, dist, is_done, is_done_on_device
+from raydl.collective.process_group import (
+    TorchGroup,
+    dist,
+    in_thread,
+    is_done,
+    is_done_on_device,
+)
 from raydl.collective.user_tensors import (
     Value,
     as_bytes,
@@ -423,7 +429,7 @@ class CollectiveGroup:
     def _form(self, algorithm: str) -> None:
         """Form the group in a thread, which ends by its own time-out if the group is abandoned."""
         start = time.monotonic()
-        connecting = _in_thread(lambda: self._connect(algorithm))
+        connecting = in_thread(lambda: self._connect(algorithm))
         try:
             while not connecting.done():
                 futures.wait([connecting], _SLICE.total_seconds() / 2)
@@ -592,17 +598,3 @@ class CollectiveWork:
         except RuntimeError as error:
             waited_s = time.monotonic() - start
             raise self._group.explain(error, round=self._round, waited_s=waited_s) from error
-
-
-def _in_thread(act: Callable[[], T]) -> futures.Future[T]:
-    """Run a function in a daemon thread; return its future. The process can end without it."""
-    result: futures.Future[T] = futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(act())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result

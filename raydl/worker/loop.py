@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from raydl.collective.sync_exchange import GradientGroup, Group
+from raydl.config import ScalingConfig
 from raydl.core.center import Snapshot
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import StepPlan
@@ -33,13 +34,36 @@ from raydl.core.tensor_files import TensorFile
 from raydl.data import Batches
 from raydl.data.generators import generators_state, load_generators, seed_generators
 from raydl.data.loader import Feed
-from raydl.errors import ExchangeError, NonFiniteCenterError, NonFiniteError, StateLostError
+from raydl.errors import (
+    ConfigError,
+    ExchangeError,
+    NonFiniteCenterError,
+    NonFiniteError,
+    StateLostError,
+)
 from raydl.metrics import TimeParts
 from raydl.parameter_server.protocol import CenterClient
 from raydl.worker.round_runner import RoundRunner
 
 LAST = -1
 """In place of a round: the last state of a worker that has left its loop for good."""
+
+
+def _device_of(scaling: ScalingConfig) -> torch.device:
+    """Return a worker's device.
+
+    Raises:
+        ConfigError: if it is a GPU, and torch has none in this process.
+    """
+    device = torch.device(scaling.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        version = torch.__version__
+        raise ConfigError(
+            "scaling.gpus_per_worker",
+            f"requests a GPU, but torch {version} finds none in the worker's process; install a "
+            f"torch for CUDA where workers run, or set it to 0",
+        )
+    return device
 
 
 def use_deterministic_kernels() -> None:
@@ -76,7 +100,7 @@ class Worker:
         non_trainable: NonTrainable | None = None,
     ) -> None:
         self.worker_id = worker_id
-        self._device = torch.device(job.config.scaling.device)
+        self._device = _device_of(job.config.scaling)
         self.parts = TimeParts.on(self._device)
         self._job = job
         self._publish = publish

@@ -393,6 +393,7 @@ def test_only_on_a_device_does_a_thread_of_the_group_free_it(
 ):
     """In host memory the waiting thread notices by itself."""
     cut = threading.Event()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(TorchGroup, "connect", lambda *a, **k: None)
     monkeypatch.setattr(TorchGroup, "cut", lambda group: cut.set())
     members = ranks(1)

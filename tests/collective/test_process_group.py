@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import types
 from datetime import timedelta
 
 import pytest
@@ -489,7 +490,9 @@ def test_a_groups_operations_are_bounded_by_its_time(members):
 
 
 class FakeNccl:
-    """A fake process group of NCCL."""
+    """A fake process group of NCCL; its members connect once ``can_connect`` is set."""
+
+    can_connect = threading.Event()
 
     class Options:
         pass
@@ -497,40 +500,93 @@ class FakeNccl:
     def __init__(self, store, rank, num_workers, options):
         self.made = (store, rank, num_workers)
         self.options, self.aborted = options, 0
+        self.summed = []
+
+    def allreduce(self, tensors, options):
+        assert self.can_connect.wait(SOON_S)
+        self.summed.append(tensors[0].tolist())
+        return types.SimpleNamespace(wait=lambda: None)
 
     def abort(self):
         self.aborted += 1
 
 
+ALL = [f"nccl/{rank}" for rank in range(40)]
+
+
 @pytest.fixture
 def on_device(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(FakeNccl, "can_connect", threading.Event())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    FakeNccl.can_connect.set()
     group = TorchGroup(1, 40, device="cuda", timeout_s=2.5)
+    assert group._device == torch.device("cuda:3")
+    group._device = torch.device("cpu")
     yield group
+    FakeNccl.can_connect.set()
     os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
 
 
-@pytest.mark.parametrize("tls", [None, "files"])
-def test_a_group_on_a_device_uses_nccl_with_the_time_out_and_waits_that_raise(on_device, tls):
+@pytest.fixture
+def store():
+    """A store in which the other members say that they are here."""
     store = MemoryStore()
+    for key in ALL:
+        if key != "nccl/1":
+            store.set(key, b"here")
+    return store
+
+
+@pytest.mark.parametrize("tls", [None, "files"])
+def test_a_group_on_a_device_uses_nccl_with_the_time_out_and_waits_that_raise(
+    on_device, store, tls
+):
     on_device.connect(store, host=HOST, tls=tls)
     made = on_device.process_group
     assert made.made == (store, 1, 40)
     assert made.options._timeout == timedelta(seconds=2.5)
     assert made.options.is_high_priority_stream is True
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
-    assert store.waits == [], "NCCL's connections are its own: no proofs"
+    waits = [(ALL, timedelta(seconds=2.5))]
+    assert store.waits == waits, "NCCL's connections are its own: no proofs"
+    assert made.summed == [[1.0]], "connected"
 
 
-def test_the_environment_can_set_how_nccl_waits(on_device, monkeypatch):
+def test_nccl_connects_only_once_all_members_are_here(on_device, store):
+    on_device._num_workers = 41
+    on_device._timeout = timedelta(seconds=0.1)
+    with pytest.raises(RuntimeError, match="the other members did not come"):
+        on_device.connect(store, host=HOST)
+    assert on_device.process_group is None
+    store.set("nccl/40", b"here")
+    on_device.connect(store, host=HOST)
+    assert on_device.process_group.summed == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("is_left", "problem"), [(True, "left while it formed"), (False, r"joined within 2\.5 s")]
+)
+def test_a_member_that_is_lost_while_nccl_connects_holds_up_the_others_for_a_bounded_time(
+    on_device, store, is_left, problem
+):
+    FakeNccl.can_connect.clear()
+    on_device.is_left, began = is_left, time.monotonic()
+    with pytest.raises(RuntimeError, match=problem):
+        on_device.connect(store, host=HOST)
+    assert time.monotonic() - began < (2.0 if is_left else SOON_S)
+    assert on_device.process_group is None
+
+
+def test_the_environment_can_set_how_nccl_waits(on_device, store, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
-    on_device.connect(MemoryStore(), host=HOST)
+    on_device.connect(store, host=HOST)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
 
 
-def test_a_group_on_a_device_is_aborted_if_cut_but_not_if_left(on_device):
-    on_device.connect(MemoryStore(), host=HOST)
+def test_a_group_on_a_device_is_aborted_if_cut_but_not_if_left(on_device, store):
+    on_device.connect(store, host=HOST)
     made = on_device.process_group
     on_device.cut()
     assert made.aborted == 1

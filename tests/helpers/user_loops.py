@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
@@ -16,15 +17,26 @@ from raydl.worker.in_process import LocalCenterClient, LocalGroup
 from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 TIMEOUT_S = 30.0
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
 
 
 def user_loop_config(
-    method: MethodConfig, num_workers: Any, *, lease_s: float = 60.0, **exchange: Any
+    method: MethodConfig,
+    num_workers: Any,
+    *,
+    lease_s: float = 60.0,
+    gpus: float = 0.0,
+    **exchange: Any,
 ) -> TrainConfig:
     return TrainConfig(
         method=method,
         training=endless_training(),
-        scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=TIMEOUT_S),
+        scaling=ScalingConfig(
+            num_workers=num_workers, start_timeout_s=TIMEOUT_S, gpus_per_worker=gpus
+        ),
         exchange=ExchangeConfig(timeout_s=TIMEOUT_S, **exchange),
         elastic=ElasticConfig(lease_s=lease_s),
     )
@@ -90,7 +102,8 @@ def attach_alone(
     worker_id: str | None = None,
 ) -> Attached:
     """Return the handle of a user loop that is the only worker of its run, without Ray."""
-    config = user_loop_config(MethodConfig(name=method, period=4), 1)
+    gpus = float(any(p.is_cuda for p in model.parameters()))
+    config = user_loop_config(MethodConfig(name=method, period=4), 1, gpus=gpus)
     return Threads(config).attach(model, optimizer, worker_id)
 
 
@@ -101,7 +114,7 @@ def copy_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Return whether two states have the same names and values."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 
 def run_all(loops: list[Callable[[], Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 from repository import ROOT
-from user_loops import Threads, attach_alone, copy_state, equal_states, user_loop_config
+from user_loops import ON_GPU, Threads, attach_alone, copy_state, equal_states, user_loop_config
 
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
@@ -31,7 +31,12 @@ def alone(monkeypatch):
     return lightning_callback.LightningCallback(method="sync-easgd", worker_id="w0")
 
 
-def fit(job, folder, callback, *, epochs=2, module=None, trainer=None, **options):
+ACCELERATORS = ["cpu", pytest.param("gpu", marks=ON_GPU)]
+
+
+def fit(
+    job, folder, callback, *, epochs=2, module=None, trainer=None, accelerator="cpu", **options
+):
     """Train on a small part of the digits for whole rounds; return the trainer and the module."""
     import lightning
 
@@ -41,7 +46,7 @@ def fit(job, folder, callback, *, epochs=2, module=None, trainer=None, **options
         torch.nn.init.normal_(parameter, std=0.1)
     own = {"callbacks": [callback] if callback else [], **(trainer or {})}
     trainer = lightning.Trainer(
-        max_epochs=epochs, limit_train_batches=8, limit_val_batches=2, accelerator="cpu",
+        max_epochs=epochs, limit_train_batches=8, limit_val_batches=2, accelerator=accelerator,
         default_root_dir=str(folder), logger=False, enable_progress_bar=False,
         enable_model_summary=False, **own,
     )  # fmt: skip
@@ -51,14 +56,15 @@ def fit(job, folder, callback, *, epochs=2, module=None, trainer=None, **options
 
 
 @pytest.mark.processes
-def test_the_module_is_validated_saved_and_left_as_the_center(job, tmp_path, alone):
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+def test_the_module_is_validated_saved_and_left_as_the_center(job, tmp_path, alone, accelerator):
     class Watched(job["Perceptron"]):
         seen = []  # noqa: RUF012
 
         def on_validation_epoch_start(self):
             self.seen.append(equal_states(copy_state(self), alone.elastic.center_state_dict()))
 
-    trainer, module = fit(job, tmp_path, alone, module=Watched())
+    trainer, module = fit(job, tmp_path, alone, module=Watched(), accelerator=accelerator)
     assert module.seen == [True] * 3  # before the training, and after each epoch
     assert alone.elastic is None, "it has left the others"
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
@@ -66,11 +72,13 @@ def test_the_module_is_validated_saved_and_left_as_the_center(job, tmp_path, alo
 
 
 @pytest.mark.processes
-def test_a_resumed_training_continues_with_replica_and_center(job, tmp_path, alone):
-    _, whole = fit(job, tmp_path / "whole", alone, epochs=3)
-    trainer, _ = fit(job, tmp_path / "part", alone, epochs=1)
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+def test_a_resumed_training_continues_with_replica_and_center(job, tmp_path, alone, accelerator):
+    on = {"accelerator": accelerator}
+    _, whole = fit(job, tmp_path / "whole", alone, epochs=3, **on)
+    trainer, _ = fit(job, tmp_path / "part", alone, epochs=1, **on)
     checkpoint = trainer.checkpoint_callback.best_model_path
-    _, resumed = fit(job, tmp_path / "rest", alone, epochs=3, ckpt_path=checkpoint)
+    _, resumed = fit(job, tmp_path / "rest", alone, epochs=3, ckpt_path=checkpoint, **on)
     assert equal_states(copy_state(whole), copy_state(resumed))
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 import torch
-from user_loops import attach_alone, copy_state, equal_states
+from user_loops import ON_GPU, attach_alone, copy_state, equal_states
 
 import raydl
 from raydl.config import ElasticConfig
@@ -42,7 +42,10 @@ def alone(monkeypatch):
     monkeypatch.setattr(transformers_trainer, "attach", attach_alone)
 
 
-def trainer_of(job, folder, **arguments):
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+
+
+def trainer_of(job, folder, *, device="cpu", **arguments):
     """Return a trainer of the example's adapter, and its model."""
     import peft
     import transformers
@@ -52,19 +55,28 @@ def trainer_of(job, folder, **arguments):
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=8))
     settings = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, learning_rate=5e-3, report_to="none", disable_tqdm=True,
-        use_cpu=True, gradient_accumulation_steps=2, **arguments,
+        use_cpu=device == "cpu", gradient_accumulation_steps=2, **arguments,
     )  # fmt: skip
     data = job["samples"](200, 0)
     return transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data[:40]), model
 
 
 @pytest.mark.processes
-def test_the_trainer_evaluates_saves_and_ends_with_the_center(job, tmp_path, alone, monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_trainer_evaluates_saves_and_ends_with_the_center(
+    job, tmp_path, alone, monkeypatch, device
+):
     import peft
     from safetensors.torch import load_file
 
     trainer, model = trainer_of(
-        job, tmp_path, eval_strategy="steps", eval_steps=8, save_steps=8, logging_steps=4
+        job,
+        tmp_path,
+        device=device,
+        eval_strategy="steps",
+        eval_steps=8,
+        save_steps=8,
+        logging_steps=4,
     )
     callback = raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
     seen, evaluation_loop = [], trainer.evaluation_loop
@@ -86,14 +98,15 @@ def test_the_trainer_evaluates_saves_and_ends_with_the_center(job, tmp_path, alo
     base = job["BertForSequenceClassification"](job["SIZE"])
     loaded = peft.PeftModel.from_pretrained(base, folder)
     again = peft.get_peft_model_state_dict(loaded)
-    assert all(torch.equal(again[name], own[name]) for name in again)
+    assert equal_states(again, {name: own[name] for name in again})
 
 
 @pytest.mark.processes
-def test_a_resumed_training_continues_with_replica_and_center(job, tmp_path, alone):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_resumed_training_continues_with_replica_and_center(job, tmp_path, alone, device):
     ends = []
     for checkpoint in (None, str(tmp_path / f"checkpoint-{STEPS // 2}")):
-        trainer, model = trainer_of(job, tmp_path, save_steps=STEPS // 2)
+        trainer, model = trainer_of(job, tmp_path, device=device, save_steps=STEPS // 2)
         raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w0")
         trainer.train(resume_from_checkpoint=checkpoint)
         ends.append(copy_state(model))

@@ -1,5 +1,6 @@
 """The worker's loop: the same bits for a seed and after a resume, and decisions by vote."""
 
+import dataclasses
 import math
 import os
 
@@ -10,7 +11,7 @@ from ensembles import Ensemble, tiny_images
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import ImageSet
-from raydl.errors import NonFiniteLossError
+from raydl.errors import ConfigError, NonFiniteLossError
 from raydl.worker.loop import Outcome, use_deterministic_kernels
 
 METHODS = ["sync-easgd", "sync-measgd", "sync-sgd", "sync-msgd"]
@@ -85,6 +86,15 @@ def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(method, num_work
         assert np.array_equal(second.newest.weights, whole.newest.weights)
         assert np.array_equal(second.newest.buffers, whole.newest.buffers)
         assert second.newest.progress.round == num_rounds
+
+
+def test_a_worker_without_the_gpu_that_it_reserves_says_which_torch_to_install(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = loop_config("sync-easgd", epochs=1)
+    scaling = dataclasses.replace(config.scaling, gpus_per_worker=0.5)
+    config = dataclasses.replace(config, scaling=scaling)
+    with pytest.raises(ConfigError, match=r"gpus_per_worker requests a GPU.*a torch for CUDA"):
+        Ensemble(config, num_workers=1)
 
 
 def test_every_sample_of_an_epoch_is_read_once_by_one_worker():
