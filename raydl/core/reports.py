@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raydl.core.autotune import Choice
@@ -55,8 +56,10 @@ class Losses:
         Raises:
             NonFiniteLossError: if a loss is NaN or infinite.
         """
-        for local_step, num_samples, loss in self._unread:
-            value = float(loss)
+        if not self._unread:
+            return
+        values = torch.stack([loss for _, _, loss in self._unread]).tolist()  # one copy
+        for (local_step, num_samples, _), value in zip(self._unread, values, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteLossError(worker_id, local_step, value)
             self._sum += value * num_samples

@@ -140,7 +140,8 @@ def test_a_part_that_raises_is_counted(device, parts):
     assert parts.since("data_io") == 0.0
 
 
-def test_marks_are_in_the_queue_of_the_workers_device(monkeypatch, device):
+@pytest.mark.parametrize(("name", "index"), [("cuda:1", 1), ("cuda", 3)])
+def test_marks_are_in_the_queue_of_the_workers_device(monkeypatch, device, name, index):
     """A worker may compute on a GPU that is not the current one of its process."""
     streams = []
 
@@ -155,12 +156,13 @@ def test_marks_are_in_the_queue_of_the_workers_device(monkeypatch, device):
 
     monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda of: f"stream of {of}")
-    parts = TimeParts.on(torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    parts = TimeParts.on(torch.device(name))
     with parts.measure("forward_backward"):
         device.queue(3)
     device.wait()
     assert parts.as_dict()["forward_backward"] == 3
-    assert streams == ["stream of cuda:1"] * 2
+    assert streams == [f"stream of {index}"] * 2
 
 
 def test_on_the_host_a_part_is_wall_time(monkeypatch):
