@@ -33,8 +33,7 @@ _INTRODUCTION = """# Benchmarks
 `BENCHMARKS="exchange recovery"` it runs these alone and keeps the other sections. Each figure is a
 median, with the least and the greatest value of the repeats, and is compared only with figures of
 the same run. The [measurements](measurements.md) say what the figures mean. The page lacks the
-benchmarks that have not been run in full since results are kept in the repository, and those on a
-GPU.
+benchmarks that have not been run in full since results are kept in the repository.
 """
 _BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is ahead of the best
 other library. The others ran without a hot spare; each row with `--spares 1` is followed by raydl

@@ -299,9 +299,7 @@ class Run:
         self._num_steps += 1
 
     def _batch(self, batch: Any, rows: np.ndarray, epoch: int | None) -> Any:
-        if self._device.type != "cpu":
-            batch = to_device(batch, self._device)
-        return self._prepare(batch, rows, epoch)
+        return self._prepare(to_device(batch, self._device), rows, epoch)
 
     def _score(self, clock: Clock) -> None:
         seconds = clock.seconds

@@ -142,11 +142,12 @@ class TorchGroup:
             self._check_peers(store.get(SECRET))
 
     def _connected_nccl(self, store: Any) -> Any:
-        """Return an NCCL group whose members are all connected.
+        """Return an NCCL group after a first sum, for which its members connect.
 
-        torch connects them in the first operation, without a bound, and in a way that nothing
-        interrupts: NCCL waits for a member that does not come. So first all members say that they
-        are here, and then another thread connects.
+        NCCL waits for a member that does not come, without a bound, and nothing interrupts it. So
+        each member first announces itself in the store, and then another thread connects. A thread
+        that is left behind keeps its connections and some memory until the process ends, or until
+        all members have come.
 
         Raises:
             RuntimeError: if not all members joined in time, or this member left meanwhile.
@@ -155,10 +156,12 @@ class TorchGroup:
         store.set(f"nccl/{self._rank}", b"here")
         store.wait([f"nccl/{rank}" for rank in range(self._num_workers)], self._timeout)
         make = functools.partial(_make_nccl, store, self._rank, self._num_workers, self._timeout)
-        connecting = in_thread(lambda: _connected_or_problem(make, self._device))
+        device = self._device
+        connecting = future_of(lambda: _connected_or_problem(make, device))
         while not connecting.done():
             futures.wait([connecting], _SLICE.total_seconds())
             if not connecting.done() and (problem := self._why_give_up(deadline)):
+                del connecting  # the error would keep it, and a group that connects after all
                 raise RuntimeError(problem)
         found = connecting.result()
         if isinstance(found, str):
@@ -421,6 +424,8 @@ def make_gloo(
 def _make_nccl(store: Any, rank: int, num_workers: int, timeout: timedelta) -> Any:
     # NCCL's default on a time-out is to end the process; blocking waits raise instead.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    # By default the first sum connects only what a sum of its size needs.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # A high-priority stream lets the reduction start while the gradient fills the device.
@@ -457,7 +462,7 @@ def _close_connections(process_group: Any, peers: Iterable[int]) -> None:
             receive.wait(timedelta(milliseconds=1))
 
 
-def in_thread(act: Callable[[], T]) -> futures.Future[T]:
+def future_of(act: Callable[[], T]) -> futures.Future[T]:
     """Run a function in a daemon thread; return its future. The process can end without it."""
     result: futures.Future[T] = futures.Future()
 

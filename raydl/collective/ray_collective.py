@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 import torch
@@ -38,7 +38,7 @@ from raydl.collective.failure_diagnosis import AGAIN, FailureDiagnosis
 from raydl.collective.process_group import (
     TorchGroup,
     dist,
-    in_thread,
+    future_of,
     is_done,
     is_done_on_device,
 )
@@ -78,8 +78,6 @@ _CHECK_S = 2.0
 _SLICE = timedelta(seconds=0.1)
 """A wait is cut into slices, to check in between whether the group was abandoned."""
 _ABANDONED = "abandoned because a worker was lost or left out"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -429,7 +427,7 @@ class CollectiveGroup:
     def _form(self, algorithm: str) -> None:
         """Form the group in a thread, which ends by its own time-out if the group is abandoned."""
         start = time.monotonic()
-        connecting = in_thread(lambda: self._connect(algorithm))
+        connecting = future_of(lambda: self._connect(algorithm))
         try:
             while not connecting.done():
                 futures.wait([connecting], _SLICE.total_seconds() / 2)

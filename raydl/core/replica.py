@@ -291,7 +291,7 @@ class Replica:
         Raises:
             ExchangeError: if an exchange cannot begin; no tensor has changed.
         """
-        if not step_plan.begin:  # on a GPU each measurement costs the host some 50 us
+        if not step_plan.begin:  # on a GPU a measurement takes time, also that of nothing
             return
         with self._parts.measure("device_device_parameters"):
             for exchange in step_plan.begin:

@@ -58,7 +58,8 @@ class Losses:
         """
         if not self._unread:
             return
-        values = torch.stack([loss for _, _, loss in self._unread]).tolist()  # one copy
+        device = self._unread[0][2].device  # a task may return its loss on another one
+        values = torch.stack([loss.to(device) for _, _, loss in self._unread]).tolist()  # one copy
         for (local_step, num_samples, _), value in zip(self._unread, values, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteLossError(worker_id, local_step, value)

@@ -51,7 +51,7 @@ class _StreamMark:
 
         make_event: Any = cuda.Event
         self._event = make_event(enable_timing=True)
-        # Two thirds of the time of this call were spent on finding the number of a device.
+        # By index: two thirds of the time of a call with a device are for looking up its index.
         self._stream = functools.partial(cuda.current_stream, device_index)
 
     def record(self) -> None:

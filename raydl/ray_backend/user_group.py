@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.util import collective
@@ -65,6 +66,8 @@ def init_collective_group(
         raise ConfigError("device", f"must be 'cpu' or 'cuda', got {device!r}")
     if device == "cuda" and tls_files(os.environ) is not None:
         raise ConfigError("device", "must be 'cpu' with RAY_USE_TLS=1: NCCL has no TLS")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "must be 'cpu' here: torch finds no GPU in this process")
     process, rank = _own_process(), members.index(member)
     _leave(group_name)  # this also releases members that wait there for this one
     actor = _enter(group_name, generation, members, rank, process)

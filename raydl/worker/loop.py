@@ -37,6 +37,7 @@ from raydl.data.loader import Feed
 from raydl.errors import (
     ConfigError,
     ExchangeError,
+    InfrastructureError,
     NonFiniteCenterError,
     NonFiniteError,
     StateLostError,
@@ -49,20 +50,22 @@ LAST = -1
 """In place of a round: the last state of a worker that has left its loop for good."""
 
 
-def _device_of(scaling: ScalingConfig) -> torch.device:
+def _device_of(scaling: ScalingConfig, worker_id: str) -> torch.device:
     """Return a worker's device.
 
     Raises:
-        ConfigError: if it is a GPU, and torch has none in this process.
+        ConfigError: if it is a GPU, and this build of torch supports none.
+        InfrastructureError: if torch finds no GPU here.
     """
     device = torch.device(scaling.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        version = torch.__version__
-        raise ConfigError(
-            "scaling.gpus_per_worker",
-            f"requests a GPU, but torch {version} finds none in the worker's process; install a "
-            f"torch for CUDA where workers run, or set it to 0",
-        )
+        if torch.version.cuda is None and torch.version.hip is None:
+            raise ConfigError(
+                "scaling.gpus_per_worker",
+                f"requests a GPU, but torch {torch.__version__} of {worker_id} has no CUDA; "
+                f"install a CUDA build of torch where workers run, or request no GPU",
+            )
+        raise InfrastructureError(worker_id, "torch finds no GPU, though Ray reserved one")
     return device
 
 
@@ -100,14 +103,14 @@ class Worker:
         non_trainable: NonTrainable | None = None,
     ) -> None:
         self.worker_id = worker_id
-        self._device = _device_of(job.config.scaling)
+        self._device = _device_of(job.config.scaling, worker_id)
+        if job.config.training.deterministic and self._device.type == "cuda":
+            use_deterministic_kernels()
         self.parts = TimeParts.on(self._device)
         self._job = job
         self._publish = publish
         self._before_step = before_step
         self._method = method = job.method
-        if job.config.training.deterministic and self._device.type == "cuda":
-            use_deterministic_kernels()
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
             flat = first_model(job, non_trainable, device=job.config.scaling.device)

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 import types
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -512,6 +513,7 @@ class FakeNccl:
 
 
 ALL = [f"nccl/{rank}" for rank in range(40)]
+SETTINGS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_RUNTIME_CONNECT": "0"}
 
 
 @pytest.fixture
@@ -519,14 +521,15 @@ def on_device(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(FakeNccl, "can_connect", threading.Event())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda size, device: ones(size) * device.index)
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     FakeNccl.can_connect.set()
-    group = TorchGroup(1, 40, device="cuda", timeout_s=2.5)
-    assert group._device == torch.device("cuda:3")
-    group._device = torch.device("cpu")
-    yield group
+    yield TorchGroup(1, 40, device="cuda", timeout_s=2.5)
     FakeNccl.can_connect.set()
-    os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
+    for name in SETTINGS:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture
@@ -548,21 +551,20 @@ def test_a_group_on_a_device_uses_nccl_with_the_time_out_and_waits_that_raise(
     assert made.made == (store, 1, 40)
     assert made.options._timeout == timedelta(seconds=2.5)
     assert made.options.is_high_priority_stream is True
-    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
     waits = [(ALL, timedelta(seconds=2.5))]
     assert store.waits == waits, "NCCL's connections are its own: no proofs"
-    assert made.summed == [[1.0]], "connected"
+    assert made.summed == [[3.0]], "connected, on the device that was current"
 
 
 def test_nccl_connects_only_once_all_members_are_here(on_device, store):
-    on_device._num_workers = 41
-    on_device._timeout = timedelta(seconds=0.1)
+    group = TorchGroup(1, 41, device="cuda", timeout_s=0.1)
     with pytest.raises(RuntimeError, match="the other members did not come"):
-        on_device.connect(store, host=HOST)
-    assert on_device.process_group is None
+        group.connect(store, host=HOST)
+    assert group.process_group is None
     store.set("nccl/40", b"here")
-    on_device.connect(store, host=HOST)
-    assert on_device.process_group.summed == [[1.0]]
+    group.connect(store, host=HOST)
+    assert group.process_group.summed == [[3.0]]
 
 
 @pytest.mark.parametrize(
@@ -577,6 +579,31 @@ def test_a_member_that_is_lost_while_nccl_connects_holds_up_the_others_for_a_bou
         on_device.connect(store, host=HOST)
     assert time.monotonic() - began < (2.0 if is_left else SOON_S)
     assert on_device.process_group is None
+
+
+def test_a_group_that_connects_after_it_was_given_up_is_freed(on_device, store, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        FakeNccl, "allreduce", lambda group, *_: made.append(weakref.ref(group)) or connected()
+    )
+    ended = threading.Event()
+
+    def connected():
+        assert FakeNccl.can_connect.wait(SOON_S)
+        ended.set()
+        return types.SimpleNamespace(wait=lambda: None)
+
+    FakeNccl.can_connect.clear()
+    on_device.is_left = True
+    with pytest.raises(RuntimeError) as kept:
+        on_device.connect(store, host=HOST)
+    FakeNccl.can_connect.set()
+    assert ended.wait(SOON_S)
+    deadline = time.monotonic() + SOON_S
+    while made[0]() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert made[0]() is None, "though the error is still there"
+    assert "left" in str(kept.value)
 
 
 def test_the_environment_can_set_how_nccl_waits(on_device, store, monkeypatch):

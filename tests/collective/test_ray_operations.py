@@ -433,7 +433,6 @@ def test_the_back_end_is_registered_once_and_is_available_with_torchs_groups():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_on_a_device_stay_on_it(ranks):
     def operated(name, rank):
         tensors = [torch.tensor([2.0, 5.0], device="cuda") for _ in range(6)]

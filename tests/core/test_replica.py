@@ -25,7 +25,7 @@ def image_batches(images):
     return Batches(images, Normalizer.of(images))
 
 
-def make_replica(rule, config):
+def make_replica(rule, config, *, time_parts=None):
     torch.manual_seed(3)
     task = Classification(linear)
     model = task.build_model(SHAPE)
@@ -35,9 +35,36 @@ def make_replica(rule, config):
         task,
         rule=rule,
         make_optimizer=make_optimizer(config),
-        time_parts=TimeParts(),
+        time_parts=time_parts or TimeParts(),
     )
     return replica, reference
+
+
+class Recorded(TimeParts):
+    """Time parts that also list what was measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.measured = []
+
+    def measure(self, part):
+        self.measured.append(part)
+        return super().measure(part)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Elastic(0.9), ["forward_backward", "replica_update"]),
+        (MeanGradient(), ["forward_backward"]),
+    ],
+)
+def test_a_step_without_an_exchange_measures_no_part_of_one(rule, expected):
+    """On a GPU each measurement costs the host time."""
+    parts = Recorded()
+    replica, _ = make_replica(rule, OptimizerConfig(lr=0.1), time_parts=parts)
+    replica.step(image_batches(tiny_images(4)).batch(np.arange(4)))
+    assert parts.measured == expected
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -274,7 +274,6 @@ def test_read_only_rows_are_accepted():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same_bits_as_the_cpu():
     rows = torch.cat([torch.arange(10_000), torch.arange(2**40, 2**40 + 10_000)])
     for seed, epoch, draw in [(0, 0, 0), (-1, 10**6, 4), (2**62, 3, 1)]:

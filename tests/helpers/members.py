@@ -1,6 +1,7 @@
 """Ranks of a collective in threads of one process, with a key store without Ray."""
 
 import threading
+import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
@@ -43,6 +44,8 @@ class FakeCenter:
     def __init__(self):
         self.server = StoreServer()
         self.waits = []
+        self.closed = threading.Event()
+        """Once it is set, no wait takes longer."""
         self.lost = None
         """An error of Ray that each call raises, or None."""
         self.set_key, self.wait_for_keys = FakeActorMethod(self._set), FakeActorMethod(self._wait)
@@ -55,7 +58,13 @@ class FakeCenter:
         self.waits.append((keys, timeout_s))
         if self.lost is not None:
             raise self.lost
-        return self.server.wait_for_keys(run_id, generation, keys, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            known = self.server.wait_for_keys(run_id, generation, keys, min(left_s, 0.1))
+            is_over = known is None or known.keys() >= set(keys) or not left_s
+            if is_over or self.closed.is_set():
+                return known
 
 
 class FakeRay:
@@ -183,5 +192,9 @@ class Ranks:
                 group.adaptive.close()
         for thread in self._threads:
             thread.shutdown()
+        # A thread of an abandoned group still waits for keys. It must end before the fake of Ray is
+        # replaced by Ray itself, which would start a cluster for its next call.
+        self.ray.is_connected = False
+        self.center.closed.set()
         for thread in set(threading.enumerate()) - self._threads_before:
             thread.join(5.0)  # a thread that runs at exit may crash the process

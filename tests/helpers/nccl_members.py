@@ -9,6 +9,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from one_gpu import own_host
+
 from raydl.collective.process_group import TorchGroup, dist, is_done_on_device
 
 HOST = "127.0.0.1"
@@ -17,37 +19,45 @@ _SLICE = timedelta(seconds=0.05)
 
 
 class Member:
-    """A process that executes calls one after the other, and the ones of ``beside`` at once.
-
-    NCCL refuses two ranks of one host on the same GPU. So each process says that it is a host of
-    its own, and NCCL sums over sockets, as between two machines.
-    """
+    """A process that calls functions of this module, each in a thread of its own."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._newest: dict[str, int] = {}
+        """The number of the newest call of each function."""
+        self._answers: dict[tuple[str, int], Any] = {}
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
     def begin(self, call: str, *arguments: Any) -> None:
-        """Let the process call a function of this module."""
-        self._pipe.send((call, arguments))
+        """Let the process call a function."""
+        self._newest[call] = number = self._newest.get(call, 0) + 1
+        self._pipe.send((call, number, arguments))
 
-    def result(self, within_s: float) -> Any:
-        """Return the result of the oldest call, or the text of its error.
+    def result(self, call: str, within_s: float) -> Any:
+        """Return the result of the newest call of a function.
 
         Raises:
+            RuntimeError: if the function raised one, of any subclass.
             TimeoutError: if it does not return in time.
         """
-        if not self._pipe.poll(within_s):
-            raise TimeoutError(f"no answer within {within_s} s")
-        return self._pipe.recv()
+        deadline, wanted = time.monotonic() + within_s, (call, self._newest[call])
+        while wanted not in self._answers:
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"{call} did not return within {within_s} s")
+            call_and_number, answer = self._pipe.recv()
+            self._answers[call_and_number] = answer
+        answer = self._answers.pop(wanted)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
 
-    def call(self, call: str, *arguments: Any, within_s: float = 30.0) -> Any:
+    def call(self, call: str, *arguments: Any, within_s: float = 60.0) -> Any:
         """Let the process call a function, and return its result."""
         self.begin(call, *arguments)
-        return self.result(within_s)
+        return self.result(call, within_s)
 
     def kill(self) -> None:
         """Kill the process and wait for its end."""
@@ -56,21 +66,20 @@ class Member:
 
 
 def _serve(pipe: Any) -> None:
-    os.environ |= {"NCCL_HOSTID": str(os.getpid()), "NCCL_SOCKET_IFNAME": "lo"}
+    os.environ |= own_host(str(os.getpid()))
     state: dict[str, Any] = {}
+    lock = threading.Lock()
+
+    def answer(call: str, number: int, arguments: Any) -> None:
+        try:
+            result = _CALLS[call](state, *arguments)
+        except RuntimeError as error:
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+        with lock:
+            pipe.send(((call, number), result))
+
     while True:
-        call, arguments = pipe.recv()
-        if call == "beside":
-            threading.Thread(target=_answer, args=(pipe, state, *arguments), daemon=True).start()
-        else:
-            _answer(pipe, state, call, *arguments)
-
-
-def _answer(pipe: Any, state: dict[str, Any], call: str, *arguments: Any) -> None:
-    try:
-        pipe.send(_CALLS[call](state, *arguments))
-    except RuntimeError as error:
-        pipe.send(f"{type(error).__name__}: {error}")
+        threading.Thread(target=answer, args=pipe.recv(), daemon=True).start()
 
 
 def use_device(state: dict[str, Any]) -> str:
@@ -93,12 +102,16 @@ def connect(
     return time.monotonic() - began
 
 
-def total(state: dict[str, Any]) -> tuple[Any, float]:
-    """Sum [rank + 1, 10] over the members; return (sum or error, seconds)."""
+def total(state: dict[str, Any], size: int = 2) -> tuple[Any, float]:
+    """Sum tensors of rank + 1 over the members.
+
+    Returns:
+        The first and the last number of the sum, or the text of the error; and the seconds.
+    """
     import torch
 
     group = state["group"]
-    tensor = torch.tensor([group._rank + 1.0, 10.0], device="cuda")
+    tensor = torch.full((size,), group._rank + 1.0, device="cuda")
     began = time.monotonic()
     deadline = began + group._timeout.total_seconds()
     try:
@@ -106,7 +119,7 @@ def total(state: dict[str, Any]) -> tuple[Any, float]:
         while time.monotonic() < deadline and not is_done_on_device(work, _SLICE):
             pass
         work.wait()
-        return tensor.tolist(), time.monotonic() - began
+        return [tensor[0].item(), tensor[-1].item()], time.monotonic() - began
     except (RuntimeError, AttributeError) as error:
         return str(error), time.monotonic() - began
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
@@ -17,10 +16,6 @@ from raydl.worker.in_process import LocalCenterClient, LocalGroup
 from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 TIMEOUT_S = 30.0
-ON_GPU = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
 
 
 def user_loop_config(
@@ -113,7 +108,7 @@ def copy_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Return whether two states have the same names and values."""
+    """Return whether two states have the same names and values, on whatever devices."""
     return a.keys() == b.keys() and all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 

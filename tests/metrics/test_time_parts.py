@@ -177,7 +177,6 @@ def test_on_the_host_a_part_is_wall_time(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_queued_kernels_count_as_computation_and_not_as_waiting():
     device = torch.device("cuda")
     parts = TimeParts.on(device)

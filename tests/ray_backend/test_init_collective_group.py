@@ -4,6 +4,7 @@ import math
 import time
 
 import pytest
+import torch
 
 import raydl
 from raydl.collective.ray_collective import GroupAddress
@@ -43,6 +44,12 @@ def test_sums_on_a_device_are_refused_on_a_cluster_with_tls(monkeypatch):
     for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
         monkeypatch.setenv(f"RAY_TLS_{name}", name)
     with pytest.raises(ConfigError, match="device must be 'cpu' with RAY_USE_TLS=1"):
+        form(device="cuda")
+
+
+def test_a_device_that_torch_does_not_find_is_refused_before_any_wait(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device must be 'cpu' here: torch finds no GPU"):
         form(device="cuda")
 
 

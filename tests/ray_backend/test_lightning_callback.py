@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 from repository import ROOT
-from user_loops import ON_GPU, Threads, attach_alone, copy_state, equal_states, user_loop_config
+from user_loops import Threads, attach_alone, copy_state, equal_states, user_loop_config
 
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
@@ -31,7 +31,7 @@ def alone(monkeypatch):
     return lightning_callback.LightningCallback(method="sync-easgd", worker_id="w0")
 
 
-ACCELERATORS = ["cpu", pytest.param("gpu", marks=ON_GPU)]
+ACCELERATORS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def fit(

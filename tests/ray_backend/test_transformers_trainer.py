@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 import torch
-from user_loops import ON_GPU, attach_alone, copy_state, equal_states
+from user_loops import attach_alone, copy_state, equal_states
 
 import raydl
 from raydl.config import ElasticConfig
@@ -42,7 +42,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(transformers_trainer, "attach", attach_alone)
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def trainer_of(job, folder, *, device="cpu", **arguments):

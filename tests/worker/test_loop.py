@@ -11,7 +11,7 @@ from ensembles import Ensemble, tiny_images
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import ImageSet
-from raydl.errors import ConfigError, NonFiniteLossError
+from raydl.errors import ConfigError, InfrastructureError, NonFiniteLossError
 from raydl.worker.loop import Outcome, use_deterministic_kernels
 
 METHODS = ["sync-easgd", "sync-measgd", "sync-sgd", "sync-msgd"]
@@ -88,12 +88,27 @@ def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(method, num_work
         assert second.newest.progress.round == num_rounds
 
 
-def test_a_worker_without_the_gpu_that_it_reserves_says_which_torch_to_install(monkeypatch):
+@pytest.mark.parametrize(
+    ("cuda", "error", "problem"),
+    [
+        (
+            None,
+            ConfigError,
+            r"gpus_per_worker requests a GPU.*w0 has no CUDA; install a CUDA build",
+        ),
+        ("13.0", InfrastructureError, "machine of w0 failed: torch finds no GPU"),
+    ],
+)
+def test_a_worker_without_its_gpu_stops_the_run_only_if_torch_cannot_use_one(
+    monkeypatch, cuda, error, problem
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
     config = loop_config("sync-easgd", epochs=1)
     scaling = dataclasses.replace(config.scaling, gpus_per_worker=0.5)
     config = dataclasses.replace(config, scaling=scaling)
-    with pytest.raises(ConfigError, match=r"gpus_per_worker requests a GPU.*a torch for CUDA"):
+    with pytest.raises(error, match=problem):
         Ensemble(config, num_workers=1)
 
 
