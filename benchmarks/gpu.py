@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.efficiency import total_speed
+from benchmarks import efficiency
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.runs import NO_SCORES, Workplace, workplace
 
@@ -39,19 +39,15 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(efficiency.Setting):
     """A method with a period and a number of workers on one GPU."""
 
-    method: str
-    period: int
     num_workers: int
-    target: float
-    """Target for the share of the limit with as many processes."""
 
     @property
     def name(self) -> str:
         """METHOD-pPERIOD-WORKERS."""
-        return f"{self.method}-p{self.period}-{self.num_workers}"
+        return f"{super().name}-{self.num_workers}"
 
 
 NETWORKS = {
@@ -59,10 +55,10 @@ NETWORKS = {
     "vgg16-cifar": Network("synthetic:6400x3x32x32", 128),
 }
 SETTINGS = (
-    Setting("sync-easgd", 10, 1, 0.95),
-    Setting("sync-easgd", 10, 2, 0.95),
-    Setting("async-easgd", 10, 2, 0.95),
-    Setting("diloco", 50, 2, 0.95),
+    Setting("sync-easgd", 10, 0.95, num_workers=1),
+    Setting("sync-easgd", 10, 0.95, num_workers=2),
+    Setting("async-easgd", 10, 0.95, num_workers=2),
+    Setting("diloco", 50, 0.95, num_workers=2),
 )
 
 
@@ -84,7 +80,7 @@ def cases_of(
 
     def plain(num_workers: int) -> float:
         runs = place.plain(*common, "--device", device, copies=num_workers)
-        return total_speed([run.points for run in runs], skipped=SKIPPED_S)
+        return efficiency.total_speed([run.points for run in runs], skipped=SKIPPED_S)
 
     def raydl(setting: Setting) -> float:
         share = 1 / setting.num_workers if device == "cuda" else 0
@@ -92,7 +88,7 @@ def cases_of(
             *common, *NO_SCORES, "--method", setting.method, "--period", str(setting.period),
             "--workers", str(setting.num_workers), "--gpus-per-worker", str(share),
         )  # fmt: skip
-        return total_speed([run.points], skipped=SKIPPED_S)
+        return efficiency.total_speed([run.points], skipped=SKIPPED_S)
 
     numbers = sorted({setting.num_workers for setting in settings})
     limits = {limit_name(number): partial(plain, number) for number in numbers}
