@@ -7,12 +7,10 @@ import time
 import pytest
 import ray
 import torch
+from group_members import GroupMember
 from one_gpu import own_host
 from ray.util import collective
 from ray.util.collective.types import ReduceOp
-
-import raydl
-from raydl.errors import ExchangeError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,18 +23,12 @@ SOON_S = 15.0
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
-class DeviceActor:
+class DeviceActor(GroupMember):
     """A member whose tensors are on the first GPU."""
 
-    def pid(self):
-        return os.getpid()
-
     def form(self, members, member, generation, name, **more):
-        raydl.init_collective_group(
-            members, member, name, generation=generation, device="cuda", **more
-        )
-        self.name, self.rank, self.size = name, members.index(member), len(members)
-        self.num_sums = 0
+        super().form(members, member, generation, name, device="cuda", **more)
+        self.size = len(members)
 
     def leave(self):
         collective.destroy_collective_group(self.name)
@@ -49,17 +41,6 @@ class DeviceActor:
         collective.allreduce(tensor, self.name)
         self.num_sums += 1
         return tensor.item()
-
-    def state(self):
-        return self.num_sums
-
-    def sum_until_it_fails(self):
-        """Sum until an error; return the error and the time when it was raised."""
-        try:
-            while True:
-                self.sum()
-        except ExchangeError as error:
-            return error, time.time()
 
     def all_operations(self):
         rank, size, name = self.rank, self.size, self.name

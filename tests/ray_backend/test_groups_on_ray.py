@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import ray
 import torch
+from group_members import GroupMember
 from ray.util import collective
 from ray.util.collective.types import ReduceOp
 
-import raydl
 from raydl.errors import ConfigError, ExchangeError, ExchangeTimeoutError
 
 pytestmark = pytest.mark.cluster
@@ -23,22 +23,8 @@ SOON_S = 15.0
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)
-class GroupActor:
-    """A user's actor that uses only the group of raydl."""
-
-    def __init__(self):
-        self.num_sums = 0
-
-    def pid(self):
-        return os.getpid()
-
-    def state(self):
-        return self.num_sums
-
-    def form(self, members, member, generation, name, **more):
-        torch.set_num_threads(1)
-        raydl.init_collective_group(members, member, name, generation=generation, **more)
-        self.name, self.rank, self.num_sums = name, members.index(member), 0
+class GroupActor(GroupMember):
+    """A member whose tensors are in host memory."""
 
     def form_by_gloo(self, name):
         collective.init_collective_group(1, 0, "gloo", name)
@@ -48,14 +34,6 @@ class GroupActor:
         collective.allreduce(tensor, self.name)
         self.num_sums += 1
         return float(tensor[0]), float(tensor[-1])
-
-    def sum_until_it_fails(self):
-        """Sum until an error; return the error and the time when it was raised."""
-        try:
-            while True:
-                self.sum()
-        except ExchangeError as error:
-            return error, time.time()
 
     def all_operations(self):
         rank, name = self.rank, self.name

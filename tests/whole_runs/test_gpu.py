@@ -152,7 +152,7 @@ def test_flat_storage_lives_on_the_device():
 @pytest.fixture(scope="module")
 def gpu_cluster():
     """A cluster that knows of four GPUs, which are all the first one of this machine."""
-    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     with mock.patch.dict(os.environ, environment), start_cluster(4) as cluster:
         cluster.add_node(num_cpus=8, num_gpus=4)
         yield cluster
@@ -166,8 +166,9 @@ def options(method, *, workers, gpus, epochs):
     )  # fmt: skip
 
 
-def check_end(run, *, epochs):
+def check_end(run, *, epochs, faults=0):
     run.wait()
+    assert len(run.result["faults_fired"]) == faults, run.output
     assert run.result["samples"] == epochs * NUM_TRAIN
     assert run.result["center_accuracy"] >= 0.97
 
@@ -207,8 +208,7 @@ def test_a_run_on_gpus_goes_on_after_workers_and_center_are_killed(
     ]
     words = (*options(method, workers="2:3", gpus=gpus, epochs=100), "--period", "4")
     with ClusterRun(gpu_cluster, tmp_path / "run", *words, faults=faults) as run:
-        check_end(run, epochs=100)
-        assert len(run.result["faults_fired"]) == 3, run.output
+        check_end(run, epochs=100, faults=3)
         assert run.output.count("center was lost") == 1
 
 
@@ -232,6 +232,5 @@ def test_a_spare_with_a_gpu_replaces_a_killed_worker(gpu_cluster, tmp_path):
     words = options("sync-easgd", workers="2", gpus=1.0, epochs=100)
     words = (*words, "--period", "4", "--spares", "1")
     with ClusterRun(gpu_cluster, tmp_path / "run", *words, faults=faults) as run:
-        check_end(run, epochs=100)
-        assert len(run.result["faults_fired"]) == 1, run.output
+        check_end(run, epochs=100, faults=1)
         assert re.search(r"generation 2: w\d was lost, w2 joins", run.output), run.output
