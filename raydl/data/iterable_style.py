@@ -39,6 +39,7 @@ from raydl.data.map_style import (
     end_with_the_parent,
     init_of,
     is_map_style,
+    loading_context,
     open_part,
     pickled,
     shape_of_batch,
@@ -346,7 +347,7 @@ def _loader_of(
         collate_fn=pickled,  # as they are, each tensor would take a file descriptor
         num_workers=num_workers,
         persistent_workers=True,
-        multiprocessing_context="spawn",  # not by fork: this process has threads
+        multiprocessing_context=loading_context(),
     )
 
 

@@ -11,11 +11,14 @@ import copy
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from multiprocessing.util import get_temp_dir
 from typing import Any, cast
 
 import numpy as np
@@ -38,6 +41,9 @@ _BATCHES_IN_BLOCK = 4
 """Batches that a worker reserves at once, to read them while earlier ones are trained."""
 _MOST_UNREADABLE = 100
 """Samples to try as the first one, if unreadable ones are skipped."""
+_PRELOADED = ("torch", "ray", "datasets")
+"""Libraries that loading processes share, of those that this process has imported. Not raydl: the
+server does not know the folders that Ray has added to the path."""
 _held: Any = None
 """In a loading process: the data set."""
 _init_problem = ""
@@ -201,8 +207,7 @@ class MapStyle:
     def _started_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self.is_starting = True
-            # Not by fork: this process has threads.
-            context = multiprocessing.get_context("spawn")
+            context = loading_context()
             self._pool = ProcessPoolExecutor(
                 self._num_workers,
                 context,
@@ -226,6 +231,20 @@ class MapStyle:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._to_read = self._dataset
+
+
+def loading_context() -> BaseContext:
+    """Return how loading processes start: as forks of a server that has imported the libraries.
+
+    A process of its own would import them anew, which takes it two seconds of CPU time. None is a
+    fork of this process, which has threads.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    get_temp_dir()  # has the server's socket; a process knows a folder that was made before it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
+    return context
 
 
 def copy_to_read(dataset: Any) -> Any:
@@ -265,8 +284,9 @@ def _hold(dataset_and_init: bytes, num_workers: int, next_number: Any) -> None:
     """
     global _held, _init_problem
     torch.set_num_threads(1)
-    # A new process has torch's default seed: all would draw the same random transforms.
+    # Forks of one server have the same generators: all would draw the same random transforms.
     torch.seed()
+    np.random.seed()
     # A process of a pool waits for its next call forever, also if its parent was killed.
     threading.Thread(target=end_with_the_parent, daemon=True).start()
     with next_number.get_lock():
@@ -287,6 +307,8 @@ def end_with_the_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "it is no loading process"
     parent.join()
+    # A killed parent has left the folder with the socket of its server.
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)
     os._exit(1)
 
 

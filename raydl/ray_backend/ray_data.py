@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 
 from raydl.config import InputConfig
@@ -16,6 +15,7 @@ from raydl.data.datasets import numbered, split_groups, streamed
 from raydl.data.parquet import check_labels, chosen_columns, has_pictures
 from raydl.errors import DataError
 
+_Result = TypeVar("_Result")
 _SOURCE = "ray.data.Dataset"
 _READ_S = 600.0
 """The longest wait for a block, in seconds: Ray may have to read it from disk or recompute it."""
@@ -71,16 +71,14 @@ def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
         train, test = split_groups(_blocks_of(data, input), seed=seed, source=_SOURCE)
     names: tuple[str, ...] = ()
     if has_pictures(train.columns):
-        largest = ray.remote(num_cpus=0)(_largest)
-        labels = [largest.remote(r, part.columns[1]) for part in (train, test) for r in part.refs]
-        names = numbered(max(ray.get(labels, timeout=_READ_S)), _SOURCE)
+        labels = [_largest(part.refs, part.columns[1]) for part in (train, test)]
+        names = numbered(max(map(max, labels)), _SOURCE)
     return streamed(train, test, names=names, source=_SOURCE, input=input)
 
 
 def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     refs = data.materialize().to_arrow_refs()
-    shape_of = ray.remote(num_cpus=0)(_shape_of)
-    shapes = ray.get([shape_of.remote(ref) for ref in refs], timeout=_READ_S)
+    shapes = _of_each(refs, lambda table: (table.num_rows, table.schema))
     full = [(ref, *shape) for ref, shape in zip(refs, shapes, strict=True) if shape[0]]
     if not full:
         raise DataError(_SOURCE, "holds no rows")
@@ -90,12 +88,26 @@ def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     return RayBlocks(tuple(ref for ref, *_ in full), tuple(size for _, size, _ in full), columns)
 
 
-def _shape_of(table: pa.Table) -> tuple[int, pa.Schema]:
-    """Return (number of rows, columns) of a block."""
-    return table.num_rows, table.schema
+def _largest(refs: Sequence[Any], label: str) -> list[int]:
+    """Return the largest label of each block, or -1 for a block that has none."""
+
+    def largest(table: pa.Table) -> int:
+        from pyarrow import compute
+
+        found = compute.max(table[label]).as_py()
+        return -1 if found is None else int(found)
+
+    return _of_each(refs, largest)
 
 
-def _largest(table: pa.Table, label: str) -> int:
-    """Return the largest label of a block, or -1 if it has none."""
-    largest = pc.max(table[label]).as_py()
-    return -1 if largest is None else int(largest)
+def _of_each(refs: Sequence[Any], compute: Callable[[pa.Table], _Result]) -> list[_Result]:
+    """Return what a function computes of each block, on its node.
+
+    Args:
+        refs: the blocks.
+        compute: is defined within a function, so that Ray sends its code: with its name, each
+            process would import raydl and torch, which takes it two seconds.
+    """
+    task = ray.remote(num_cpus=0)(compute)
+    results: list[_Result] = ray.get([task.remote(ref) for ref in refs], timeout=_READ_S)
+    return results

@@ -202,13 +202,13 @@ def test_the_collate_fn_and_the_number_of_processes_of_a_dataloader_are_used(num
 
 
 class Drawn(Points):
-    """A set whose samples are the file of the loading process and a random number."""
+    """A set whose samples are the file of the loading process and two random numbers."""
 
     file = 0.0
 
     def __getitem__(self, number):
         time.sleep(0.05)  # the other process reads in the meantime
-        return torch.tensor(self.file), torch.rand(1)[0]
+        return torch.tensor(self.file), torch.rand(1)[0], np.random.rand()
 
 
 def open_file(number):
@@ -224,16 +224,16 @@ def test_each_loading_process_is_initialized_and_has_its_own_random_numbers():
         assert time.monotonic() < deadline, files
         batch = train.fetch(np.arange(4))
         files.update(batch[0].tolist())
-        numbers += batch[1].tolist()
+        numbers += batch[1].tolist() + batch[2].tolist()
     train._pool.shutdown()
     assert files == {10.0, 11.0}
     assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.processes
-def test_loading_processes_end_with_a_killed_worker(tmp_path):
+def test_loading_processes_and_their_server_end_with_a_killed_worker_and_leave_no_file(tmp_path):
     code = """
-import os, pickle, signal, sys
+import multiprocessing.forkserver, os, pickle, signal, sys
 import numpy as np
 from torch.utils.data import DataLoader
 from raydl.config import TrainConfig
@@ -244,20 +244,23 @@ if __name__ == "__main__":
     data = from_map_style(DataLoader(Points(), num_workers=2), TrainConfig())
     train = pickle.loads(pickle.dumps(data.train))  # as in a worker
     train.fetch(np.arange(8))
-    print(*train._pool._processes, flush=True)
+    server = multiprocessing.forkserver._forkserver
+    print(server._forkserver_pid, *train._pool._processes, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     script = tmp_path / "script.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=100, check=False
-    )
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=100, check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     deadline = time.monotonic() + 60
     while left := [pid for pid in pids if command_of(pid) != [""]]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == [script]
 
 
 def test_samples_that_cannot_be_read_are_an_error_or_skipped():
