@@ -107,9 +107,9 @@ LIMITS = (
         "growth",
     ),
     Limit(
-        ["growth.plan.*-4-*"],
-        "The prediction does not include the wait for other workers, and four workers share two "
-        "cores.",
+        ["growth.plan.*-4-*", "growth.plan.sync-easgd-2-250-*"],
+        "The prediction does not include the wait for other workers, which is most of a share of a "
+        "few per cent, and four workers share two cores.",
         "growth",
     ),
     Limit(
