@@ -47,7 +47,13 @@ LIMITS = (
         "Two workers use both cores. The processes of Ray, driver, center and evaluator use 2.7% "
         "of them (4.1% where messages move the center), the threads of gloo and Ray 2%, clipping, "
         "counting and timing 4%; two workers of `sync-easgd` wait 4% of the time for one another. "
-        "ResNet-20, whose steps take longer, meets the targets.",
+        "ResNet-20, whose steps take longer, loses less.",
+        "a-workers-step-beside-that-of-a-plain-process",
+    ),
+    Limit(
+        ["efficiency.resnet20.sync-easgd-p10"],
+        "Other runs had 1.03 and 0.99. In this one each worker used 96.4% of a core; driver, center "
+        "and Ray's own processes used most of the rest.",
         "a-workers-step-beside-that-of-a-plain-process",
     ),
     Limit(
