@@ -13,9 +13,9 @@ from raydl import cli
 BOUND_S = 60
 
 
-def trainer(folder, *, epochs):
+def trainer(folder, *, epochs, model="mlp"):
     return raydl.Trainer(
-        "mlp",
+        model,
         "synthetic:64",
         scaling=raydl.ScalingConfig(num_workers=0),
         training=raydl.TrainingConfig(epochs=epochs, batch_size=8),
@@ -27,9 +27,8 @@ def trainer(folder, *, epochs):
 def endless_run(tmp_path):
     """A run that trains in a thread until it is stopped."""
     folder, results = tmp_path / "runs/endless", []
-    thread = threading.Thread(
-        target=lambda: results.append(trainer(folder, epochs=10**6).fit()), daemon=True
-    )
+    run = trainer(folder, epochs=10**6, model="origins:model")
+    thread = threading.Thread(target=lambda: results.append(run.fit()), daemon=True)
     thread.start()
     deadline = time.monotonic() + BOUND_S
     while not is_training(folder):

@@ -17,6 +17,7 @@ from unittest import mock
 
 import yaml
 from processes import command_of, descendants_of
+from programs import Program
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
@@ -111,8 +112,7 @@ class ClusterRun:
         self.path = path
         self.log = path.with_suffix(".log")
         words = [
-            sys.executable, *program, "train", "--run.progress", "plain",
-            "--run-dir", str(path), *options,
+            *program, "train", "--run.progress", "plain", "--run-dir", str(path), *options
         ]  # fmt: skip
         if faults:
             plan = path.with_suffix(".yaml")
@@ -120,7 +120,7 @@ class ClusterRun:
             words += ["--fault-plan", str(plan)]
         environment = {**os.environ, **cluster_environment(cluster.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+            self.process = Program(words, output=log, environment=environment)
 
     def __enter__(self) -> ClusterRun:
         return self

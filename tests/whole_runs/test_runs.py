@@ -18,6 +18,7 @@ from ipaddress import ip_address
 import pytest
 from clusters import cluster_environment
 from processes import descendants_of, environment_of, listeners_of, processes_that
+from programs import Program
 
 from raydl import cli
 from raydl.ray_backend import session
@@ -33,7 +34,7 @@ BOUND_S = 150
 
 
 class TrainProcess:
-    """A ``raydl train`` in its own process group, with its output in a file."""
+    """A ``raydl train``, with its output in a file."""
 
     address = ""
     """Address of the cluster that it joins; empty: it starts its own."""
@@ -41,12 +42,10 @@ class TrainProcess:
     def __init__(self, path, *options):
         self.path = path
         self.log = path.with_suffix(".log")
-        words = [sys.executable, "-m", "raydl", "train", *OPTIONS, "--run-dir", str(path), *options]
+        words = ["-m", "raydl", "train", *OPTIONS, "--run-dir", str(path), *options]
         environment = {**os.environ, **cluster_environment(self.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                words, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            self.process = Program(words, output=log, environment=environment)
 
     @property
     def output(self):

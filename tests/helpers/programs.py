@@ -1,0 +1,142 @@
+"""Programs of tests as forks of a process that has imported torch, which takes a second.
+
+Such a program has its own environment, folder and output like any other. Ray is imported by the
+program alone, since Ray reads the environment then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+_MAX_BYTES = 1_000_000
+
+
+class Program:
+    """A running program, with methods of ``subprocess.Popen``.
+
+    Args:
+        words: arguments of Python: ``-m`` and a module or ``-c`` and code, and what follows.
+        output: the file for its output and its errors.
+        environment: its environment; PYTHONPATH must be that of this process.
+    """
+
+    def __init__(
+        self, words: Sequence[str], *, output: IO[str], environment: Mapping[str, str]
+    ) -> None:
+        reader, writer = os.pipe()
+        request = json.dumps([list(words), dict(environment), os.getcwd()])
+        socket.send_fds(_server(), [request.encode()], [output.fileno(), writer])
+        os.close(writer)
+        self._answers = open(reader, "rb", buffering=0)  # noqa: SIM115
+        self.pid = int(self._answers.readline())
+        self.returncode: int | None = None
+        """Its exit status, or the negative number of the signal that ended it."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended in time.
+        """
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(int(self._answers.readline()))
+            self._answers.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Start the process whose forks are the programs; it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+    atexit.register(lambda: (ours.close(), process.wait()))
+    return ours
+
+
+def _serve(requests: socket.socket) -> list[str]:
+    """Fork for each request, until the tests have ended; return its words, in the fork alone."""
+    import raydl.core.torch_import  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the forks
+    while True:
+        request, files, _, _ = socket.recv_fds(requests, _MAX_BYTES, 2)
+        if not request:
+            sys.exit()
+        if not os.fork():
+            requests.close()
+            return _become_program(*json.loads(request), *files)
+        for file in files:
+            os.close(file)
+
+
+def _become_program(
+    words: list[str], environment: dict[str, str], folder: str, output: int, answers: int
+) -> list[str]:
+    """Become the program in a further fork, and report its id and its end from this one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid:
+        os.write(answers, f"{pid}\n".encode())
+        status = os.waitpid(pid, 0)[1]
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+            os.write(answers, f"{status}\n".encode())
+        os._exit(0)
+    os.close(answers)
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[0] = folder
+    return words
+
+
+if __name__ == "__main__":
+    option, program, *arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if option == "-m":
+        sys.argv = [program, *arguments]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [option, *arguments]
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
