@@ -88,7 +88,12 @@ def _server() -> socket.socket:
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
-    atexit.register(lambda: (ours.close(), process.wait()))
+
+    def end() -> None:
+        ours.close()
+        process.wait(timeout=10)
+
+    atexit.register(end)
     return ours
 
 
