@@ -241,7 +241,7 @@ def loading_context() -> BaseContext:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    get_temp_dir()  # has the server's socket; a process knows a folder that was made before it
+    get_temp_dir()  # made before the processes, so that they know it; it has the server's socket
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
     return context

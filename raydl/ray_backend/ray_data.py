@@ -71,14 +71,13 @@ def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
         train, test = split_groups(_blocks_of(data, input), seed=seed, source=_SOURCE)
     names: tuple[str, ...] = ()
     if has_pictures(train.columns):
-        labels = [_largest(part.refs, part.columns[1]) for part in (train, test)]
-        names = numbered(max(map(max, labels)), _SOURCE)
+        names = numbered(max(_largest_labels((train, test))), _SOURCE)
     return streamed(train, test, names=names, source=_SOURCE, input=input)
 
 
 def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     refs = data.materialize().to_arrow_refs()
-    shapes = _of_each(refs, lambda table: (table.num_rows, table.schema))
+    shapes = _call_on_blocks(lambda table: (table.num_rows, table.schema), [(ref,) for ref in refs])
     full = [(ref, *shape) for ref, shape in zip(refs, shapes, strict=True) if shape[0]]
     if not full:
         raise DataError(_SOURCE, "holds no rows")
@@ -88,26 +87,28 @@ def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     return RayBlocks(tuple(ref for ref, *_ in full), tuple(size for _, size, _ in full), columns)
 
 
-def _largest(refs: Sequence[Any], label: str) -> list[int]:
-    """Return the largest label of each block, or -1 for a block that has none."""
+def _largest_labels(parts: Sequence[RayBlocks]) -> list[int]:
+    """Return the largest label of each block of some parts, or -1 for a block that has none."""
 
-    def largest(table: pa.Table) -> int:
-        from pyarrow import compute
+    def largest(table: pa.Table, label: str) -> int:
+        import pyarrow.compute as pc
 
-        found = compute.max(table[label]).as_py()
+        found = pc.max(table[label]).as_py()
         return -1 if found is None else int(found)
 
-    return _of_each(refs, largest)
+    return _call_on_blocks(largest, [(ref, part.columns[1]) for part in parts for ref in part.refs])
 
 
-def _of_each(refs: Sequence[Any], compute: Callable[[pa.Table], _Result]) -> list[_Result]:
-    """Return what a function computes of each block, on its node.
+def _call_on_blocks(
+    function: Callable[..., _Result], calls: Sequence[tuple[Any, ...]]
+) -> list[_Result]:
+    """Return the results of calls of a function, which Ray makes on the nodes of their blocks.
 
     Args:
-        refs: the blocks.
-        compute: is defined within a function, so that Ray sends its code: with its name, each
-            process would import raydl and torch, which takes it two seconds.
+        function: is defined within another function, so that Ray sends its code: with its name,
+            each process would import raydl and torch, which takes it two seconds.
+        calls: the arguments of each call, with a reference to a block.
     """
-    task = ray.remote(num_cpus=0)(compute)
-    results: list[_Result] = ray.get([task.remote(ref) for ref in refs], timeout=_READ_S)
+    task = ray.remote(num_cpus=0)(function)
+    results: list[_Result] = ray.get([task.remote(*call) for call in calls], timeout=_READ_S)
     return results
