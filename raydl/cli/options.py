@@ -15,7 +15,7 @@ import itertools
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -116,7 +116,21 @@ def parse(
     if unknown:
         flags = {name: option.flag for name, option in _options(cls)}
         raise ConfigError(prog, _unknown_word(unknown[0], flags, hint))
-    return cast(_Options, options)
+    return _as(cls, options)
+
+
+def _as(cls: type[_Options], options: Any) -> _Options:
+    """Return options of tyro's classes as an instance of the class that those were made from.
+
+    Workers receive the options: a class made here would be pickled whole, and with it they would
+    import tyro.
+    """
+    hints = get_type_hints(cls)
+    values = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        hint, value = hints[field.name], getattr(options, field.name)
+        values[field.name] = _as(hint, value) if dataclasses.is_dataclass(hint) else value
+    return cls(**values)
 
 
 def _unknown_word(word: str, flags: Mapping[str, str], hint: str) -> str:

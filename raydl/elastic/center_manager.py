@@ -56,7 +56,7 @@ class CenterManager:
         self._clock = clock
         self._publishing: Copy | None = None
         self._not_to_score = -1
-        """The round that was last published for the next generation, not for a score."""
+        """The round that was last sent to the center for the next generation, not for a score."""
         self._lacking_since: float | None = None
         self.collecting_from: frozenset[str] = frozenset()
         """Workers whose kept states are being collected for a checkpoint."""
@@ -157,6 +157,7 @@ class CenterManager:
             self.gave_up(task)
         if copy is None:
             return "the center restarts from the newest checkpoint, or from where this run began"
+        self._not_to_score = copy.round
         sentence = (
             f"the center is rebuilt from the last copy of {copy.worker_id}, of round {copy.round}"
         )
@@ -198,8 +199,9 @@ class CenterManager:
     def evaluate_newest(self, *, is_end: bool) -> None:
         """Have the newest snapshot scored, unless a score is under way or exists.
 
-        A change of the workers makes a snapshot, too, which is scored only if it is the last one:
-        the evaluator would take CPU time from workers that have just lost some.
+        A change of the workers and a restart of the center make a snapshot, too, which is scored
+        only if it is the last one: the evaluator would take CPU time from workers that have just
+        lost some.
 
         Args:
             is_end: whether the training has ended.

@@ -58,6 +58,13 @@ _LIBRARIES = (
 """What Ray's worker program and the actors import. None of it starts a thread that a fork would
 need, or uses a GPU. No module with an actor's class: Ray draws an id for it, see
 ``_draw_the_same_ids``."""
+_SERIALIZERS = (
+    "ray._common.pydantic_compat",
+    "ray._private.arrow_serialization",
+    "pyarrow.json",
+    "pydantic.v1",
+)
+"""What Ray imports once a process serializes an object; another version may have other names."""
 _UCRED = struct.Struct("3i")
 _LENGTH = struct.Struct("!Q")
 _HERE, _REFUSED, _GO = b"h", b"r", b"g"
@@ -435,6 +442,9 @@ def _import_libraries() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
     for name in _LIBRARIES:
         importlib.import_module(name)
+    for name in _SERIALIZERS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     if has_default:
         del os.environ["OMP_NUM_THREADS"]
     gc.freeze()  # a collection would write to the pages that all forks share

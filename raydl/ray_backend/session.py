@@ -33,6 +33,8 @@ _START_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
 _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
+_is_awaited = threading.Event()
+"""Whether ``connect`` has been called: the run requests its processes as soon as it can."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -106,7 +108,9 @@ def begin(*, has_forks: bool) -> None:
     with this process.
 
     Args:
-        has_forks: whether the run's processes will be forks: start this node's fork server, too.
+        has_forks: whether the run's processes will be forks: start this node's fork server, too,
+            unless the caller is ready by then. The first process that it requests starts the
+            server as well, while the task that starts it early leaves two idle processes of Ray.
     """
     global _beginning
     if _beginning is not None:
@@ -117,6 +121,7 @@ def begin(*, has_forks: bool) -> None:
     if ray.is_initialized():
         return
     _beginning = Future()
+    _is_awaited.clear()
     if not _address():  # runs before Ray's handlers, which are registered earlier
         atexit.register(_end, _beginning)
     threading.Thread(
@@ -142,6 +147,7 @@ def connect(*, has_forks: bool = True) -> bool:
 
     if _beginning is not None:
         begun, _beginning = _beginning, None
+        _is_awaited.set()
         is_local = begun.result()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
@@ -265,7 +271,7 @@ def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:
     """Connect, then wait forever: Linux kills the processes of a local cluster with this thread."""
     try:
         is_local = _connect(has_forks=has_forks)
-        if has_forks:
+        if has_forks and not _is_awaited.is_set():
             fork_server.warm_up()
         beginning.set_result(is_local)
     except BaseException as error:

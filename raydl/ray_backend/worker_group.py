@@ -244,6 +244,7 @@ class RayWorkerGroup:
         self._starts.end("center")
         self._places["center"] = place
         self._is_center_up = True
+        self._poll_soon()  # no generation forms before its answer
         return []
 
     @property
@@ -502,6 +503,10 @@ class RayWorkerGroup:
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(w, left_s) for w, left_s in self._notices.new(homes).items()]
 
+    def _poll_soon(self) -> None:
+        """Let the next ``poll`` poll the processes without a wait."""
+        self._polled_at = 0.0
+
     def _request_backup(self) -> None:
         """Have the center copy its optimizer's state into the shared memory of its node."""
         answer, state = self._center.optimizer_state.options(num_returns=2).remote()
@@ -637,6 +642,7 @@ class RayWorkerGroup:
         self._calls.expect(ref, worker_id, self._on_run_ended, generation=generation)
 
     def _on_run_ended(self, ended: RunEnded) -> list[Event]:
+        self._poll_soon()  # the center may be lost, or have its last snapshot
         # A worker may notice late that the former center had diverged.
         is_of_former = ended.generation <= self._rebuilt_in
         if isinstance(ended.error, NonFiniteCenterError) and not is_of_former:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import pickle
 import shlex
 import subprocess
 import sys
@@ -69,6 +70,15 @@ def test_help_is_grouped_and_names_the_short_flags(capsys):
 def test_workers_are_a_number_or_a_range():
     assert cli.parse_train(["--workers", "3"]).scaling.num_workers == 3
     assert cli.parse_train(["--workers", "2:8"]).scaling.num_workers == (2, 8)
+
+
+def test_the_settings_that_workers_receive_are_of_the_classes_that_they_import():
+    """A class that the command line made would be sent whole; to load it, workers import tyro."""
+    config = cli.parse_train(["--workers", "3", "--lr", "0.2"])
+    sent = pickle.dumps(config)
+    assert pickle.loads(sent) == config
+    assert b"tyro" not in sent
+    assert b"raydl.cli" not in sent
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,22 @@ def test_processes_that_ray_starts_in_advance_import_torch_only_without_forks(in
     assert ("preload_python_modules" in init.calls[0]["_system_config"]) is not has_forks
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_the_fork_server_is_started_early_only_for_a_caller_that_is_not_ready(
+    monkeypatch, init, is_ready
+):
+    """The task that starts it leaves processes behind, which no actor of a ready caller uses."""
+    begun, warmed_up = threading.Event(), threading.Event()
+    monkeypatch.setattr(ray_session.fork_server, "warm_up", warmed_up.set)
+    monkeypatch.setattr(ray_session, "_is_awaited", begun)
+    begin(has_forks=True)
+    if is_ready:
+        threading.Thread(target=ray_session.connect, daemon=True).start()
+        assert begun.wait(60)
+    init.may_end.set()
+    assert warmed_up.wait(0.2 if is_ready else 60) is not is_ready
+
+
 def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
     init.problem = OSError("no space left")
     init.may_end.set()

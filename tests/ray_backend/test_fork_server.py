@@ -1,5 +1,6 @@
 """Worker programs as forks of a server; processes of the tests act as those of Ray."""
 
+import importlib
 import json
 import os
 import select
@@ -247,6 +248,12 @@ def test_an_interpreter_whose_path_has_a_space_has_no_fork_server(monkeypatch):
     assert fork_server.runtime_env() is not None
     monkeypatch.setattr("sys.executable", "/home/her name/bin/python")
     assert fork_server.runtime_env() is None
+
+
+@pytest.mark.parametrize("name", fork_server._SERIALIZERS)
+def test_what_ray_imports_to_serialize_has_its_name_in_this_version_of_ray(name):
+    """Under another name each worker would import it anew."""
+    importlib.import_module(name)
 
 
 @pytest.mark.cluster

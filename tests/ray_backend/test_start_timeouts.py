@@ -12,7 +12,8 @@ from clusters import BOUND_S
 from processes import stopped_processes
 
 from raydl.config import ElasticConfig, ExchangeConfig, ScalingConfig
-from raydl.core.worker_group import Lost, Refused
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import Lost, Refused, RunEnded
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.ray_backend import fork_server
 from raydl.ray_backend.cluster import Notices, node_here
@@ -132,6 +133,7 @@ class StartingShards(RayWorkerGroup):
         self._shards, self._events = [Mock(), Mock(), Mock()], []
         self._notices = SimpleNamespace(new=lambda homes: {})
         self._is_center_up, self._evaluator = False, None
+        self._backup = SimpleNamespace(is_due=lambda now: False)
         for index in (1, 2):
             self._starts.begin(f"shard {index}")
 
@@ -163,6 +165,23 @@ def test_a_lost_shard_is_not_polled_until_the_center_is_started_again():
     assert group._lose("shard 1", "its node was lost") == [Lost("shard 1", "its node was lost")]
     group.poll_again()
     assert [shard.ping.remote.called for shard in group._shards[1:]] == [False, True]
+
+
+@pytest.mark.parametrize("answer", ["the center has started", "a worker's loop has ended"])
+def test_the_center_is_polled_as_soon_as_the_controller_waits_for_it(answer):
+    """A new center has the round to continue from; of a lost one, a worker may report first."""
+    group = StartingShards()
+    group._rebuilt_in, group._polled_at = 0, time.monotonic()
+    if answer == "the center has started":
+        group._poll_processes()
+        group._on_center_started(("node", 4))
+    else:
+        group._is_center_up = True
+        group._poll_processes()
+        group._on_run_ended(RunEnded("w0", Outcome.BROKEN, 7, 1, "a reset"))
+    assert not group._shards[0].poll.remote.called
+    group._poll_processes()
+    assert group._shards[0].poll.remote.called
 
 
 def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
@@ -197,7 +216,9 @@ class StartingGroup(RayWorkerGroup):
         self._events, self._from_threads, self._reported_busy = [], [], set()
         self._held, self._evaluator = (-1, ()), None
         self._train = self._prepare = self._non_trainable = None
-        self._polled_at = time.monotonic() + 1e6
+
+    def _poll_processes(self):
+        pass
 
     def polls(self, *, until):
         """Poll every second until a time; return the losses."""
