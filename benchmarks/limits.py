@@ -77,20 +77,16 @@ LIMITS = (
         "exchange",
     ),
     Limit(
-        ["goodput.*.error_of_plan"],
-        "The quiet speed, by which the goodput is divided, is uncertain by 5% to 9%.",
-        "goodput",
-    ),
-    Limit(
         ["goodput.*-spare-worker"],
-        "Other runs of these cases had 0.85 to 1.01 for `sync-easgd`, 0.91 to 1.01 for "
+        "Other runs of this case had 0.85 to 1.01 for `sync-easgd`, 0.91 to 1.01 for "
         "`async-easgd`. The quiet speed, by which they are divided, is uncertain by 5% to 9%.",
         "goodput",
     ),
     Limit(
         ["goodput.*-center"],
-        "Other runs of these cases had 0.75 to 0.93 for `sync-easgd`, 0.79 to 0.91 for "
-        "`async-easgd`. Where the time goes was not measured.",
+        "While a new center starts, the two workers lack 0.2 to 0.45 s of CPU time, 0.7% to 1.5% "
+        "of that between two kills. The quiet speed, by which the figure is divided, is uncertain "
+        "by 5% to 9%; a shorter run had 1.01.",
         "goodput",
     ),
     Limit(
@@ -98,12 +94,6 @@ LIMITS = (
         "A drained worker moves to a new node. To import there and to start a process takes 2 s of "
         "CPU time, and all nodes share two cores here; the workers of a synchronous method wait "
         "0.75 s for the replica.",
-        "goodput",
-    ),
-    Limit(
-        ["goodput.*-link"],
-        "A worker that is cut off is lost after 10 s (`elastic.lease_s`); until its replacement "
-        "trains, the other one has one of the two cores.",
         "goodput",
     ),
     Limit(
@@ -138,11 +128,6 @@ LIMITS = (
         "fastest of the three, and `auto` gains with ResNet-20 alone. The documentation does not "
         "suggest it there. Why it loses up to 6% was not found out.",
         "the-adaptive-all-reduce-gains-little-on-equal-links",
-    ),
-    Limit(
-        ["recovery.*-spare.full_strength_s"],
-        "Other runs had 0.45 to 0.59 s for `sync-easgd` and 0.24 to 0.59 s for `async-easgd`.",
-        "recovery",
     ),
     Limit(
         ["time_to_accuracy.ray-train_over_*"],

@@ -116,10 +116,10 @@ def parse(
     if unknown:
         flags = {name: option.flag for name, option in _options(cls)}
         raise ConfigError(prog, _unknown_word(unknown[0], flags, hint))
-    return _as(cls, options)
+    return _instance_of(cls, options)
 
 
-def _as(cls: type[_Options], options: Any) -> _Options:
+def _instance_of(cls: type[_Options], options: Any) -> _Options:
     """Return options of tyro's classes as an instance of the class that those were made from.
 
     Workers receive the options: a class made here would be pickled whole, and with it they would
@@ -129,7 +129,7 @@ def _as(cls: type[_Options], options: Any) -> _Options:
     values = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         hint, value = hints[field.name], getattr(options, field.name)
-        values[field.name] = _as(hint, value) if dataclasses.is_dataclass(hint) else value
+        values[field.name] = _instance_of(hint, value) if dataclasses.is_dataclass(hint) else value
     return cls(**values)
 
 

@@ -34,7 +34,7 @@ _START_S = 60.0
 _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
-"""Whether ``connect`` has been called: the run requests its processes as soon as it can."""
+"""Whether ``connect`` has been called since ``begin``."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -109,8 +109,8 @@ def begin(*, has_forks: bool) -> None:
 
     Args:
         has_forks: whether the run's processes will be forks: start this node's fork server, too,
-            unless the caller is ready by then. The first process that it requests starts the
-            server as well, while the task that starts it early leaves two idle processes of Ray.
+            unless the caller waits by then. Its first actor starts the server as well, and the task
+            that starts it early leaves a process that no actor can use.
     """
     global _beginning
     if _beginning is not None:
