@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# pip would compile all modules, which takes as long as the rest; Python compiles those that it uses.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
 
 export OMP_NUM_THREADS ?= 1
 # The tests start hundreds of processes: without bytecode on the disk each compiles raydl anew.

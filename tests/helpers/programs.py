@@ -1,4 +1,4 @@
-"""Programs of tests as forks of a process that has imported torch, which takes a second.
+"""Programs of tests as forks of a process that has imported libraries, which takes over a second.
 
 Such a program has its own environment, folder and output like any other. Ray is imported by the
 program alone, since Ray reads the environment then.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -20,6 +21,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+_LIBRARIES = (
+    "raydl.core.torch_import",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pyarrow.parquet",
+    "rich.live",
+    "torch.utils.tensorboard",
+    "tyro",
+)
+"""What ``raydl train`` imports, as far as it does not depend on the environment."""
 _MAX_BYTES = 1_000_000
 
 
@@ -99,8 +110,8 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> list[str]:
     """Fork for each request, until the tests have ended; return its words, in the fork alone."""
-    import raydl.core.torch_import  # noqa: F401
-
+    for name in _LIBRARIES:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the forks
     while True:
         request, files, _, _ = socket.recv_fds(requests, _MAX_BYTES, 2)
