@@ -128,8 +128,8 @@ def _instance_of(cls: type[_Options], options: Any) -> _Options:
     hints = get_type_hints(cls)
     values = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        hint, value = hints[field.name], getattr(options, field.name)
-        values[field.name] = _instance_of(hint, value) if dataclasses.is_dataclass(hint) else value
+        value, has_options = getattr(options, field.name), dataclasses.is_dataclass(hints[field.name])
+        values[field.name] = _instance_of(hints[field.name], value) if has_options else value
     return cls(**values)
 
 
