@@ -128,8 +128,9 @@ def _instance_of(cls: type[_Options], options: Any) -> _Options:
     hints = get_type_hints(cls)
     values = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        value, has_options = getattr(options, field.name), dataclasses.is_dataclass(hints[field.name])
-        values[field.name] = _instance_of(hints[field.name], value) if has_options else value
+        value = values[field.name] = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            values[field.name] = _instance_of(hints[field.name], value)
     return cls(**values)
 
 
