@@ -21,7 +21,8 @@ from raydl.storage import Storage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-EPOCHS = 1500
+EPOCHS = 2500
+"""Enough for eight faults on a fast machine."""
 NUM_STRIKES = int(os.environ.get("RAYDL_SOAK_STRIKES", "12"))
 SEED = int(os.environ.get("RAYDL_SOAK_SEED", "0"))
 
