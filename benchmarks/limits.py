@@ -78,7 +78,7 @@ LIMITS = (
     ),
     Limit(
         ["goodput.*-spare-worker"],
-        "Other runs of this case had 0.85 to 1.01 for `sync-easgd`, 0.91 to 1.01 for "
+        "Other runs had 0.85 to 1.01 for `sync-easgd`, 0.91 to 1.01 for "
         "`async-easgd`. The quiet speed, by which they are divided, is uncertain by 5% to 9%.",
         "goodput",
     ),
