@@ -42,8 +42,8 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
     _refuse_name(config)
 
     def run_trial(parameters: Mapping[str, Any]) -> None:
-        context = tune.get_context()
-        folder = os.path.join(context.get_trial_dir(), context.get_trial_id())
+        # In the trial's working directory: Tune does not copy it while checkpoints are written.
+        folder = os.path.join(os.getcwd(), tune.get_context().get_trial_id())
         settings = _with_parameters(config, parameters)
         _refuse_name(settings)
         resumes = Storage(_root_of(settings, folder)).exists("config.json")

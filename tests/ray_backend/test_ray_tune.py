@@ -1,5 +1,6 @@
 """Trials of Ray Tune are elastic runs: workers are replaced, a scheduler ends weak trials."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,8 +76,11 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
     assert min(epochs) < MOST_EPOCHS, "no trial was ended early"
     logged = [[e.sentence for e in read_run(r.metrics["run"]).history.events] for r in results]
     assert any(line.startswith("fault 1: kill") for lines in logged for line in lines)
-    assert any(line.startswith("generation 3: ") for lines in logged for line in lines)
+    # In the generation without w0, or, if w2 was not ready yet, in the next one.
+    joined = re.compile(r"generation \d+: .*w2 joins")
+    assert any(joined.match(line) for lines in logged for line in lines), logged
     assert best.checkpoint is not None
+    assert not list(tmp_path.rglob("config.json")), "Tune copied a run that was being written"
     deadline = time.monotonic() + 60
     while left := actor_pids(four_cpus, "WorkerActor"):
         assert time.monotonic() < deadline, left
@@ -155,7 +159,8 @@ def test_a_trial_that_is_started_again_after_its_run_is_complete_reports_the_las
     monkeypatch, tmp_path
 ):
     reports = []
-    context = SimpleNamespace(get_trial_dir=lambda: str(tmp_path), get_trial_id=lambda: "trial_1")
+    monkeypatch.chdir(tmp_path)
+    context = SimpleNamespace(get_trial_id=lambda: "trial_1")
     monkeypatch.setattr(raydl.tune.tune, "get_context", lambda: context)
     monkeypatch.setattr(
         raydl.tune.tune, "report", lambda values, checkpoint: reports.append((values, checkpoint))
