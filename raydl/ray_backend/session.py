@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from raydl.config.tls import check_tls, tls_files
@@ -185,7 +186,7 @@ def _start_here(*, has_forks: bool) -> None:
 
     _check_certificates()
     _draw_ids_from_the_system()
-    with _redacted_command(), _on_the_loopback():
+    with _redacted_command(), _on_the_loopback(), _without_dashboard():
         try:
             ray.init(
                 address="local",
@@ -231,23 +232,33 @@ def _draw_ids_from_the_system() -> None:
 
 
 @contextmanager
-def _redacted_command() -> Iterator[None]:
-    """Remove the credentials of URIs from the command that Ray records for this driver.
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a private name of Ray inside this context, where Ray has no setting.
 
-    The dashboard and ``ray list jobs`` show that command. Ray has no setting for it, so this
-    replaces its private function.
+    Another version of Ray may not have the name: then nothing is replaced, and a test fails.
     """
-    from ray._private import utils
-
-    original = getattr(utils, "get_entrypoint_name", None)
-    if original is None:  # another version of Ray: a cluster test would fail
+    if not hasattr(owner, name):
         yield
         return
-    utils.get_entrypoint_name = lambda: redact(original())
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        utils.get_entrypoint_name = original
+        setattr(owner, name, original)
+
+
+@contextmanager
+def _redacted_command() -> Iterator[None]:
+    """Remove the credentials of URIs from the command that Ray records for this driver.
+
+    The dashboard and ``ray list jobs`` show that command.
+    """
+    from ray._private import utils
+
+    original = getattr(utils, "get_entrypoint_name", str)
+    with _replaced(utils, "get_entrypoint_name", lambda: redact(original())):
+        yield
 
 
 @contextmanager
@@ -255,16 +266,32 @@ def _on_the_loopback() -> Iterator[None]:
     """Let a cluster that starts inside this context listen only on 127.0.0.1.
 
     Ray does so on macOS and Windows. On Linux it replaces 127.0.0.1 by the address that other nodes
-    reach, and its processes listen on all interfaces. There is no public setting.
+    reach, and its processes listen on all interfaces.
     """
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _without_dashboard() -> Iterator[None]:
+    """Let a node that starts inside this context run only the processes that a run needs.
+
+    Also for a cluster without a dashboard Ray starts its process, which then reports the use of
+    Ray, and a monitor for the autoscaler. Each node has an agent that serves the dashboard; Ray
+    starts the small form of it where the packages of the dashboard are missing.
+    """
+    from ray._private import utils
+    from ray._private.node import Node
+
+    missing = ImportError("this cluster has no dashboard")
+    with (
+        _replaced(Node, "start_api_server", lambda node, **_: None),
+        _replaced(Node, "start_monitor", lambda node: None),
+        _replaced(utils, "get_dashboard_dependency_error", lambda: missing),
+    ):
+        yield
 
 
 def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:

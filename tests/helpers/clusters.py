@@ -21,6 +21,8 @@ from programs import Program
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
+from raydl.ray_backend import session
+
 BOUND_S = 200
 
 
@@ -28,18 +30,17 @@ _SETUP_WORKER = str(Path(__file__).with_name("setup_worker.py"))
 
 
 class SmallCluster(Cluster):
-    """A cluster whose nodes have the small form of Ray's agent, and start no processes in advance.
+    """A cluster without a dashboard, whose nodes start no processes in advance.
 
-    Ray starts the small form, without jobs and metrics, where the packages of its dashboard are
-    missing. The full one uses some 3 s of CPU time on each node. There is no log monitor, which
-    reads the output of all workers: in a cluster that many tests share it uses 10 s in ten minutes.
-    A worker process does not import Ray before it becomes a fork, which takes half a second.
+    Its agents are those of a cluster that a run starts for itself, without jobs and metrics; the
+    full one uses some 3 s of CPU time on each node. There is no log monitor, which reads the output
+    of all workers: in a cluster that many tests share it uses 10 s in ten minutes. A worker process
+    does not import Ray before it becomes a fork, which takes half a second.
     """
 
     def add_node(self, *args: Any, **kwargs: Any) -> Any:
-        missing = ImportError("the tests of this cluster need no dashboard")
         with (
-            mock.patch("ray._private.utils.get_dashboard_dependency_error", return_value=missing),
+            session._without_dashboard(),
             mock.patch.dict(os.environ, RAY_prestart_worker_first_driver="0"),
         ):
             return super().add_node(

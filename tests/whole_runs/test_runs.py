@@ -17,7 +17,13 @@ from ipaddress import ip_address
 
 import pytest
 from clusters import cluster_environment
-from processes import descendants_of, environment_of, listeners_of, processes_that
+from processes import (
+    command_of,
+    descendants_of,
+    environment_of,
+    listeners_of,
+    processes_that,
+)
 from programs import Program
 
 from raydl import cli
@@ -88,6 +94,10 @@ class TrainProcess:
                 return run
         raise AssertionError("every run ended before the signal came")
 
+    def commands(self):
+        """Return the command lines of the run's processes."""
+        return {" ".join(command_of(pid)) for pid in descendants_of(self.process.pid)}
+
     def listeners(self):
         """Return (process, address, port) of the sockets on which the run's processes listen."""
         found = set()
@@ -122,11 +132,12 @@ def joined(four_cpus):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run with its own Ray, and all sockets on which it has listened."""
+    """An uninterrupted run with its own Ray, its processes and the sockets they listened on."""
     run = TrainProcess(tmp_path_factory.mktemp("whole") / "run")
-    run.listened = set()
+    run.listened, run.commanded = set(), set()
     while run.process.poll() is None:
         run.listened |= run.listeners()
+        run.commanded |= run.commands()
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(timeout=1.0)
     assert run.wait() == 0, run.output
@@ -160,6 +171,16 @@ def test_a_run_on_two_workers_reaches_its_accuracy(whole):
 def test_a_run_with_its_own_cluster_cannot_be_reached_from_other_hosts(whole):
     assert len(whole.listened) > 10
     assert [place for place in whole.listened if not ip_address(place[1]).is_loopback] == []
+
+
+def test_a_run_with_its_own_cluster_starts_no_dashboard_and_no_autoscaler(whole):
+    def programs(path):
+        return [line for line in whole.commanded if f"/ray/{path}" in line]
+
+    raylets = programs("core/src/ray/raylet/raylet")
+    assert raylets
+    assert all(" --minimal" in line for line in raylets), "the agent has its full form"
+    assert programs("dashboard/dashboard.py") == programs("autoscaler/") == []
 
 
 def test_the_curves_of_a_run_rise_evenly_over_time(whole):
