@@ -10,8 +10,8 @@ and ends. The fork takes over its arguments, folder and output, and runs Ray's w
 the server refuses, ends or is silent, the client runs that program itself, as Ray would.
 
 A server forks only for clients with the same environment: libraries read the environment when they
-are imported. As it has the id of the job, each job has a server of its own. A server ends with its
-raylet, or when it has had no fork for a while.
+are imported. It has the id of the job, which Ray's library keeps from then on, so each job has a
+server of its own. A server ends with its raylet, or when it has had no fork for a while.
 """
 
 from __future__ import annotations
