@@ -24,7 +24,7 @@ from repository import HELPERS, ROOT
 from raydl.data import ImageSet
 from raydl.data import images as pictures
 from raydl.data.images import decode_one
-from raydl.ray_backend import session
+from raydl.ray_backend import fork_server, session
 from raydl.run.recorder import RunRecorder
 
 if TYPE_CHECKING:
@@ -185,9 +185,14 @@ def four_cpus() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster(four_cpus: Cluster) -> Iterator[None]:
-    """Connect the tests of a module to the cluster ``four_cpus``."""
+    """Connect the tests of a module to the cluster ``four_cpus``.
+
+    Ray's worker processes are forks of raydl's fork server, also for the tests' own actors, since
+    each would need a second of CPU time for its imports.
+    """
     import ray
 
-    ray.init(address=four_cpus.address)
+    command = {"py_executable": fork_server.client_command()}
+    ray.init(address=four_cpus.address, runtime_env=command)
     yield
     ray.shutdown()

@@ -100,14 +100,18 @@ def runtime_env() -> dict[str, Any] | None:
 
     of_this = ray.get_runtime_context().runtime_env
     names = {name.lstrip("_") for name, value in of_this.items() if value}
-    paths = {"python": sys.executable, "package": _package()}
     if sys.platform != "linux" or names.intersection(_OWN_PYTHON):
         return None
-    if not all(re.fullmatch(r"[\w./+@:~-]+", path) for path in paths.values()):
+    if not all(re.fullmatch(r"[\w./+@:~-]+", path) for path in (sys.executable, _package())):
         return None  # a shell would read more into it
-    client = _BOOTSTRAP.replace("{package}", paths["package"])
-    interpreter = _INTERPRETER.replace("{python}", paths["python"])
-    return {"py_executable": f"{interpreter} -c '{client}'"}
+    return {"py_executable": client_command()}
+
+
+def client_command() -> str:
+    """Return the command of a client, which a shell runs with the worker program's words."""
+    client = _BOOTSTRAP.replace("{package}", _package())
+    interpreter = _INTERPRETER.replace("{python}", sys.executable)
+    return f"{interpreter} -c '{client}'"
 
 
 def _package() -> str:
