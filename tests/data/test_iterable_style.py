@@ -15,6 +15,7 @@ import pytest
 import torch
 from clusters import cluster_environment
 from ensembles import Ensemble
+from programs import run_program
 from torch.utils import data as torch_data
 
 import raydl
@@ -468,11 +469,8 @@ def test_after_a_worker_is_killed_the_others_go_on_with_new_shards_of_the_stream
     script.write_text(SCRIPT)
     fault = {"fault": "kill", "target": "rank 1", "at": "round 20"}
     plan.write_text(json.dumps({"faults": [fault]}))
-    done = subprocess.run(
-        [sys.executable, str(script), str(run), str(plan)],
-        env={**os.environ, **cluster_environment(four_cpus.address)},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, **cluster_environment(four_cpus.address)}
+    done = run_program([str(script), str(run), str(plan)], environment=environment, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((run / "result.json").read_text())
     assert len(result["faults_fired"]) == 1, done.stdout

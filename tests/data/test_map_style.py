@@ -14,6 +14,7 @@ import pytest
 import torch
 from clusters import cluster_environment
 from processes import command_of
+from programs import run_program
 from torch.utils import data as torch_data
 
 import raydl
@@ -482,11 +483,9 @@ def test_workers_on_ray_read_a_set_of_the_users_script_with_processes_of_their_o
 ):
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run"), str(tmp_path / "metrics.txt")],
-        env={**os.environ, **cluster_environment(four_cpus.address)},
-        capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, **cluster_environment(four_cpus.address)}
+    words = [str(script), str(tmp_path / "run"), str(tmp_path / "metrics.txt")]
+    done = run_program(words, environment=environment, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     samples, loss = (tmp_path / "metrics.txt").read_text().split()
     assert int(samples) == 40 * 60

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 from clusters import cluster_environment
 from controller_harness import BOTH, DIED, ControllerHarness, collected, report
 from ensembles import linear
+from programs import run_program
 from safetensors.torch import load_file
 
 import raydl
@@ -615,17 +614,12 @@ def run_script(four_cpus, tmp_path):
     """Return a function that runs the script on a cluster with a kind of failure and a method."""
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
-    words = [str(tmp_path / "run"), str(tmp_path / "mark")]
+    places = [str(tmp_path / "run"), str(tmp_path / "mark")]
 
     def run_script(what, method):
-        return subprocess.run(
-            [sys.executable, str(script), what, *words, method],
-            env={**os.environ, **cluster_environment(four_cpus.address)},
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
+        environment = {**os.environ, **cluster_environment(four_cpus.address)}
+        words = [str(script), what, *places, method]
+        return run_program(words, environment=environment, timeout=150)
 
     return run_script
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO
 
@@ -38,17 +39,25 @@ class Program:
     """A running program, with methods of ``subprocess.Popen``.
 
     Args:
-        words: arguments of Python: ``-m`` and a module or ``-c`` and code, and what follows.
-        output: the file for its output and its errors.
+        words: arguments of Python: ``-m`` and a module, ``-c`` and code, or a script, and what
+            follows.
+        output: the file for its output.
+        errors: the file for its errors; unset: that for its output.
         environment: its environment; PYTHONPATH must be that of this process.
     """
 
     def __init__(
-        self, words: Sequence[str], *, output: IO[str], environment: Mapping[str, str]
+        self,
+        words: Sequence[str],
+        *,
+        output: IO[str],
+        errors: IO[str] | None = None,
+        environment: Mapping[str, str],
     ) -> None:
         reader, writer = os.pipe()
         request = json.dumps([list(words), dict(environment), os.getcwd()])
-        socket.send_fds(_server(), [request.encode()], [output.fileno(), writer])
+        files = [output.fileno(), (errors or output).fileno(), writer]
+        socket.send_fds(_server(), [request.encode()], files)
         os.close(writer)
         self._answers = open(reader, "rb", buffering=0)  # noqa: SIM115
         self.pid = int(self._answers.readline())
@@ -88,6 +97,36 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
+def run_program(
+    words: Sequence[str], *, timeout: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as ``subprocess.run`` does.
+
+    Args:
+        words: those of a ``Program``.
+        timeout: the longest wait for its end, in seconds.
+        environment: its environment; unset: that of this process.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in time; it is killed.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        program = Program(
+            words,
+            output=output,
+            errors=errors,
+            environment=os.environ if environment is None else environment,
+        )
+        try:
+            returncode = program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+        texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+                 for file in (output, errors)]  # fmt: skip
+    return subprocess.CompletedProcess(words, returncode, *texts)
+
+
 @functools.cache
 def _server() -> socket.socket:
     """Start the process whose forks are the programs; it ends with this one."""
@@ -114,7 +153,7 @@ def _serve(requests: socket.socket) -> list[str]:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the forks
     while True:
-        request, files, _, _ = socket.recv_fds(requests, _MAX_BYTES, 2)
+        request, files, _, _ = socket.recv_fds(requests, _MAX_BYTES, 3)
         if not request:
             sys.exit()
         if not os.fork():
@@ -125,7 +164,12 @@ def _serve(requests: socket.socket) -> list[str]:
 
 
 def _become_program(
-    words: list[str], environment: dict[str, str], folder: str, output: int, answers: int
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    output: int,
+    errors: int,
+    answers: int,
 ) -> list[str]:
     """Become the program in a further fork, and report its id and its end from this one."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -139,8 +183,9 @@ def _become_program(
     os.close(answers)
     os.setsid()
     os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(errors, 2)
     os.close(output)
+    os.close(errors)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -149,10 +194,14 @@ def _become_program(
 
 
 if __name__ == "__main__":
-    option, program, *arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if option == "-m":
-        sys.argv = [program, *arguments]
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    words = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv = [option, *arguments]
-        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        sys.argv = words
+        sys.path[0] = os.path.dirname(words[0])
+        runpy.run_path(words[0], run_name="__main__")

@@ -1,14 +1,13 @@
 """The state of a worker that leaves goes to its replacement through a file, not the driver."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from clusters import ClusterRun, actor_pids
 from ensembles import Ensemble, tiny_images
+from programs import run_program
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -153,8 +152,7 @@ def test_a_replacement_continues_with_the_replica_of_the_leaver(
     with ClusterRun(four_cpus, tmp_path / "run", *options, program=program) as run:
         run.until_training(2)
         before = set(actor_pids(four_cpus, "WorkerActor"))
-        command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
-        subprocess.run(command, capture_output=True, timeout=60, check=True)
+        run_program(["-m", "raydl", "remove", str(run.path), "w1"], timeout=60).check_returncode()
         run.until_logged("w2 joins")
         run.until_training(2)
         run.until(lambda: before - set(actor_pids(four_cpus, "WorkerActor")))
