@@ -22,7 +22,6 @@ from ray.autoscaler._private.kuberay.node_provider import (
     IN_CLUSTER_TOKEN_PATH,
 )
 from ray.autoscaler._private.util import prepare_config, validate_config
-from ray.scripts.scripts import cli as ray_cli
 from repository import ROOT
 
 from raydl import cli
@@ -544,6 +543,8 @@ def test_nothing_in_a_kuberay_file_is_reachable_from_outside_kubernetes(name):
 
 def check_ray(words):
     """Let Ray parse one of its commands, and return the parsed options."""
+    from ray.scripts.scripts import cli as ray_cli  # imports Ray Serve, which takes a second
+
     command, name = ray_cli, words[0]
     if name == "job":
         command, words = ray_cli.get_command(None, "job"), words[1:]
