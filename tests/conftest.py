@@ -192,7 +192,7 @@ def cluster(four_cpus: Cluster) -> Iterator[None]:
     """
     import ray
 
-    command = {"py_executable": fork_server.client_command()}
-    ray.init(address=four_cpus.address, runtime_env=command)
+    command = fork_server.client_command()
+    ray.init(address=four_cpus.address, runtime_env={"py_executable": command} if command else None)
     yield
     ray.shutdown()

@@ -100,15 +100,19 @@ def runtime_env() -> dict[str, Any] | None:
 
     of_this = ray.get_runtime_context().runtime_env
     names = {name.lstrip("_") for name, value in of_this.items() if value}
-    if sys.platform != "linux" or names.intersection(_OWN_PYTHON):
+    command = None if names.intersection(_OWN_PYTHON) else client_command()
+    return {"py_executable": command} if command else None
+
+
+def client_command() -> str | None:
+    """Return the command of a client, which a shell runs with the words of the worker program.
+
+    None: on this system, or in folders with such names, no process can be a fork.
+    """
+    if sys.platform != "linux":
         return None
     if not all(re.fullmatch(r"[\w./+@:~-]+", path) for path in (sys.executable, _package())):
         return None  # a shell would read more into it
-    return {"py_executable": client_command()}
-
-
-def client_command() -> str:
-    """Return the command of a client, which a shell runs with the worker program's words."""
     client = _BOOTSTRAP.replace("{package}", _package())
     interpreter = _INTERPRETER.replace("{python}", sys.executable)
     return f"{interpreter} -c '{client}'"
