@@ -122,9 +122,9 @@ def run_program(
         except subprocess.TimeoutExpired:
             program.kill()
             raise
-        texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
-                 for file in (output, errors)]  # fmt: skip
-    return subprocess.CompletedProcess(words, returncode, *texts)
+        for file in (output, errors):
+            file.seek(0)  # the program has moved the position, which is also its own
+        return subprocess.CompletedProcess(words, returncode, output.read(), errors.read())
 
 
 @functools.cache

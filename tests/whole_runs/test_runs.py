@@ -132,12 +132,12 @@ def joined(four_cpus):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run with its own Ray, its processes and the sockets they listened on."""
+    """An uninterrupted run with its own Ray, and the command lines and sockets of its processes."""
     run = TrainProcess(tmp_path_factory.mktemp("whole") / "run")
-    run.listened, run.commanded = set(), set()
+    run.listened, run.command_lines = set(), set()
     while run.process.poll() is None:
         run.listened |= run.listeners()
-        run.commanded |= run.commands()
+        run.command_lines |= run.commands()
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(timeout=1.0)
     assert run.wait() == 0, run.output
@@ -175,7 +175,7 @@ def test_a_run_with_its_own_cluster_cannot_be_reached_from_other_hosts(whole):
 
 def test_a_run_with_its_own_cluster_starts_no_dashboard_and_no_autoscaler(whole):
     def programs(path):
-        return [line for line in whole.commanded if f"/ray/{path}" in line]
+        return [line for line in whole.command_lines if f"/ray/{path}" in line]
 
     raylets = programs("core/src/ray/raylet/raylet")
     assert raylets
