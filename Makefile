@@ -56,6 +56,9 @@ AT_ONCE ?= 3
 # The files with such tests; to import the others takes each of those processes seconds.
 ON_CLUSTERS = $(shell grep -rlE 'mark\.(cluster|processes)' tests --include='test_*.py')
 
+# The files that have no fast tests.
+NOT_FAST = $(shell grep -rlE '^pytestmark = .*mark\.(cluster|processes|slow|gpu)' tests --include='test_*.py')
+
 # Half of the time of the fast tests is waiting: two processes per core keep the cores busy.
 FAST_AT_ONCE ?= $(shell $(PYTHON) -c "import os; print(2 * (os.cpu_count() or 1))")
 
@@ -65,7 +68,7 @@ test: $(VENV)/installed-dev  ## check, and run all but the slow tests
 
 test-fast: $(VENV)/installed-dev  ## the tests that start no Ray and no other program, in parallel
 	$(BIN)/pytest -m 'not cluster and not processes and not slow and not gpu' \
-		--numprocesses $(FAST_AT_ONCE) --dist worksteal
+		$(NOT_FAST:%=--ignore=%) --numprocesses $(FAST_AT_ONCE) --dist worksteal
 
 test-cluster: $(VENV)/installed-dev  ## the tests that start Ray or other programs, a few at once
 	$(BIN)/pytest -m '(cluster or processes) and not slow and not gpu' $(ON_CLUSTERS) \

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from disks import mounted
 from ensembles import Ensemble, tiny_images
 from repository import HELPERS, ROOT
+from tyro._parsers import ParserSpecification
 
 from raydl.data import ImageSet
 from raydl.data import images as pictures
@@ -58,6 +59,21 @@ hypothesis.settings.load_profile("untimed")
 # Ray: Ray gives up if a node takes 30 s to start, and the first two start many at once.
 _FIRST = ["test_counting", "test_elastic_runs", "test_s3", "test_jobs", "test_runs"]
 
+# The modules whose fast tests wait most of the time, for time-outs and for other threads.
+_WAITING = [
+    "test_silent_storage",
+    "test_process_group",
+    "test_collective_group",
+    "test_tls_tunnel",
+    "test_storage",
+    "test_faults",
+    "test_ends_of_runs",
+    "test_ray_operations",
+    "test_rendezvous",
+    "test_allreduce",
+    "test_run_commands",
+]
+
 
 def pytest_sessionstart() -> None:
     gc.disable()
@@ -69,12 +85,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def _waits(item: pytest.Item) -> bool:
+    starts_others = item.get_closest_marker("cluster") or item.get_closest_marker("processes")
+    return item.path.stem in _WAITING and not starts_others
+
+
+def _waits_beside_work(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests so that those that wait run beside those that need a core.
+
+    Each of an even number of processes begins with its own part of the list. So half of them
+    begin with tests that wait, and few such tests are left at the end.
+    """
+    waiting = sorted(filter(_waits, items), key=lambda item: _WAITING.index(item.path.stem))
+    others = [item for item in items if not _waits(item)]
+    half, middle = len(waiting) // 2, len(others) // 2
+    return waiting[:half] + others[:middle] + waiting[half:] + others[middle:]
+
+
+@pytest.hookimpl(trylast=True)  # when only the selected tests are left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         name = item.path.stem
         return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
     items.sort(key=place)
+    items[:] = _waits_beside_work(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
@@ -86,11 +121,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_disks() -> Iterator[None]:
     """Skip waits for the disk; a test that records these calls replaces them itself."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(os, "fdatasync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +150,31 @@ def decode_once(data: bytes, row: int | None, *, mode: str, source: str) -> np.n
     return picture
 
 
-@pytest.fixture(autouse=True)
-def pictures_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def pictures_decoded_once() -> Iterator[None]:
     """Decode each of the bundled digits once: that was half of the time of a short run."""
-    monkeypatch.setattr(pictures, "decode_one", decode_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "decode_one", decode_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def options_made_once() -> Iterator[None]:
+    """Make the options of each command once: tyro takes 15 ms, and tests run 600 commands."""
+    make = ParserSpecification.from_callable_or_type
+    made: dict[tuple[type, str | None], ParserSpecification] = {}
+
+    def make_once(f: type, **more: Any) -> ParserSpecification:
+        if more["parent_classes"]:  # a part of the options
+            return make(f, **more)
+        key = (f, more["description"])
+        if key not in made:
+            made[key] = make(f, **more)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParserSpecification, "from_callable_or_type", staticmethod(make_once))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +190,12 @@ def no_ray_by_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(auto_init_hook, "enable_auto_connect", False)
 
 
-@pytest.fixture(autouse=True)
-def no_ray_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_ray_ahead() -> Iterator[None]:
     """Prevent commands in the test process from starting Ray, which would outlive the test."""
-    monkeypatch.setattr(session, "begin", lambda **_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "begin", lambda **_: None)
+        yield
 
 
 @pytest.fixture
