@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -77,6 +78,8 @@ _WAITING = [
 
 def pytest_sessionstart() -> None:
     gc.disable()
+    # As it exits, the interpreter would search all objects for garbage several times: seconds.
+    atexit.register(gc.freeze)
 
 
 def pytest_collection_finish() -> None:
