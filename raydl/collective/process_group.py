@@ -83,7 +83,7 @@ class TorchGroup:
         """Connect to the other members through a store.
 
         Args:
-            store: the members' rendezvous.
+            store: a torch store that all members share.
             host: the address at which the others reach this member.
             tls: the certificates of this node, by which gloo's traffic to other hosts uses TLS;
                 None: connections are unencrypted.
@@ -407,7 +407,7 @@ def make_gloo(
     """Return a gloo process group that listens on one address only.
 
     Args:
-        store: the members' rendezvous.
+        store: a torch store that all members share.
         rank: of this member.
         num_workers: number of members.
         timeout: bound of every operation.

@@ -61,7 +61,7 @@ class Center:
     """The center variable c, or one span of it, with the optimizer at the center if any.
 
     Several threads may call ``apply_`` at once. They then add to the same memory in no order, as
-    in Hogwild; for an order the caller holds a lock.
+    in Hogwild; for an order the caller holds a lock (``parameter_server/shard.py``).
 
     Args:
         weights: initial values, shape [n]; updated in place.

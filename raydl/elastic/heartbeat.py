@@ -1,7 +1,8 @@
 """Heartbeats: finds processes that have not answered within their lease.
 
-In a run the worker group calls every process at short intervals, and each answer is a heartbeat. A
-user's loop under ``raydl.attach`` sends its own (``rendezvous_client.py``).
+In a run the worker group calls every process at short intervals, and each answer is a heartbeat
+(``ray_backend/worker_group.py``). A user's loop under ``raydl.attach`` sends its own
+(``rendezvous_client.py``).
 """
 
 from __future__ import annotations
