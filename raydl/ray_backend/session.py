@@ -186,7 +186,7 @@ def _start_here(*, has_forks: bool) -> None:
 
     _check_certificates()
     _draw_ids_from_the_system()
-    with _redacted_command(), _on_the_loopback(), _without_dashboard():
+    with _redacted_command(), _on_the_loopback(), _without_dashboard(), _own_setup_worker():
         try:
             ray.init(
                 address="local",
@@ -291,6 +291,22 @@ def _without_dashboard() -> Iterator[None]:
         _replaced(Node, "start_monitor", lambda node: None),
         _replaced(utils, "get_dashboard_dependency_error", lambda: missing),
     ):
+        yield
+
+
+@contextmanager
+def _own_setup_worker() -> Iterator[None]:
+    """Let a node that starts inside this context set up its workers without importing Ray first.
+
+    The program is ``setup_worker.py`` beside this module. It is written for Linux.
+    """
+    from ray._private import ray_constants
+
+    if sys.platform != "linux":
+        yield
+        return
+    path = str(Path(__file__).with_name("setup_worker.py"))
+    with _replaced(ray_constants, "SETUP_WORKER_FILENAME", path):
         yield
 
 

@@ -26,26 +26,22 @@ from raydl.ray_backend import session
 BOUND_S = 200
 
 
-_SETUP_WORKER = str(Path(__file__).with_name("setup_worker.py"))
-
-
 class SmallCluster(Cluster):
     """A cluster without a dashboard, whose nodes start no processes in advance.
 
-    Its agents are those of a cluster that a run starts for itself, without jobs and metrics; the
-    full one uses some 3 s of CPU time on each node. There is no log monitor, which reads the output
-    of all workers: in a cluster that many tests share it uses 10 s in ten minutes. A worker process
-    does not import Ray before it becomes a fork, which takes half a second.
+    Its nodes are those of a cluster that a run starts for itself: the agents are without jobs and
+    metrics, which saves some 3 s of CPU time on each node, and a worker process does not import Ray
+    before it becomes a fork. There is no log monitor, which reads the output of all workers: in a
+    cluster that many tests share it uses 10 s in ten minutes.
     """
 
     def add_node(self, *args: Any, **kwargs: Any) -> Any:
         with (
             session._without_dashboard(),
+            session._own_setup_worker(),
             mock.patch.dict(os.environ, RAY_prestart_worker_first_driver="0"),
         ):
-            return super().add_node(
-                *args, include_log_monitor=False, setup_worker_path=_SETUP_WORKER, **kwargs
-            )
+            return super().add_node(*args, include_log_monitor=False, **kwargs)
 
 
 @contextlib.contextmanager

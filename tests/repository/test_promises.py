@@ -24,7 +24,7 @@ MAY_IMPORT_RAY = re.compile(
 )
 STANDARD_LIBRARY_ALONE = (
     "redaction", "errors", "text", "config", "elastic/failures", "ray_backend/session",
-    "launch/spot_notice", "run/versions",
+    "ray_backend/setup_worker", "launch/spot_notice", "run/versions",
 )  # fmt: skip
 ARITHMETIC = (
     "core/rules", "core/flat", "core/non_trainable", "core/membership", "core/replica",

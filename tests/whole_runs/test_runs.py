@@ -173,7 +173,7 @@ def test_a_run_with_its_own_cluster_cannot_be_reached_from_other_hosts(whole):
     assert [place for place in whole.listened if not ip_address(place[1]).is_loopback] == []
 
 
-def test_a_run_with_its_own_cluster_starts_no_dashboard_and_no_autoscaler(whole):
+def test_a_run_with_its_own_cluster_starts_no_program_that_it_does_not_need(whole):
     def programs(path):
         return [line for line in whole.command_lines if f"/ray/{path}" in line]
 
@@ -181,6 +181,8 @@ def test_a_run_with_its_own_cluster_starts_no_dashboard_and_no_autoscaler(whole)
     assert raylets
     assert all(" --minimal" in line for line in raylets), "the agent has its full form"
     assert programs("dashboard/dashboard.py") == programs("autoscaler/") == []
+    own = "raydl/ray_backend/setup_worker.py"
+    assert all(own in line for line in raylets), "Ray's program imports Ray for each worker"
 
 
 def test_the_curves_of_a_run_rise_evenly_over_time(whole):
