@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
         ImportError: if the name needs a library that is not installed.
     """
     if name == "tune":  # raydl.tune.trainable
-        return import_module("raydl.ray_backend.ray_tune")
+        return import_module("raydl.tools.trials")
     if name not in _MODULES:
         raise AttributeError(f"module 'raydl' has no attribute {name!r}")
     try:

@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import raydl
 from raydl.cli.options import Flag, parse, parse_train, train_words
 from raydl.config.checks import require, require_name, require_positive
 from raydl.errors import STOPPED, ConfigError, RaydlError
@@ -184,7 +183,7 @@ def _connect(options: _SubmitOptions) -> RayJobs:
             "installed here; run pip install -e . in its checkout"
         ) from None
     environment = submission.make_runtime_env(
-        package=Path(raydl.__file__).parent,
+        package=Path(__file__).parents[1],
         working_dir=options.working_dir,
         requirements=packages,
         stop_grace_s=options.stop_grace_s,

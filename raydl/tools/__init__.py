@@ -1,1 +1,1 @@
-"""Reports, comparisons, plans and data conversion; training does not need them."""
+"""Reports, comparisons, searches, plans and data conversion; training does not need them."""

@@ -87,8 +87,6 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
         time.sleep(0.1)
 
 
-@pytest.mark.processes  # the import of Ray Tune takes seconds
-@pytest.mark.filterwarnings(*QUIET)
 def test_parameters_are_settings_by_their_dotted_names():
     with_parameters = raydl.tune._with_parameters
     config = with_parameters(TrainConfig(), {"optimizer.lr": 0.5, "method.name": "diloco"})
@@ -97,8 +95,6 @@ def test_parameters_are_settings_by_their_dotted_names():
         with_parameters(TrainConfig(), {"lr": 0.5})
 
 
-@pytest.mark.processes  # the import of Ray Tune takes seconds
-@pytest.mark.filterwarnings(*QUIET)
 def test_a_run_name_shared_by_all_trials_is_refused():
     config = TrainConfig(run=RunConfig(name="first"))
     with pytest.raises(
@@ -107,8 +103,6 @@ def test_a_run_name_shared_by_all_trials_is_refused():
         raydl.tune.trainable(config)
 
 
-@pytest.mark.processes  # the import of Ray Tune takes seconds
-@pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize(
     ("storage_path", "expected"),
     [
@@ -128,19 +122,23 @@ def test_a_trial_keeps_its_run_below_the_storage_path(storage_path, expected):
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file://{}?token=secret"])
 def test_a_new_checkpoint_is_reported_once_from_a_folder_or_a_uri(form, tmp_path):
     root = form.format(tmp_path / "run")
-    reports = raydl.tune._Reports(root)
-    assert reports._new_checkpoint() is None
+    from raydl.ray_backend.ray_tune import TrialReports
+
+    reports = TrialReports(root)
+    assert reports.new_checkpoint() is None
     CheckpointStore(Storage(root)).write(make_checkpoint(8))
-    checkpoint = reports._new_checkpoint()
+    checkpoint = reports.new_checkpoint()
     with checkpoint.as_directory() as folder:
         assert (Path(folder) / "center.safetensors").is_file()
-    assert reports._new_checkpoint() is None
+    assert reports.new_checkpoint() is None
 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings(*QUIET)
 def test_a_checkpoint_in_an_object_store_is_reported(monkeypatch, tmp_path):
     """Tune copies it to the storage of the search, and needs its file system to do so."""
+    from raydl.ray_backend.ray_tune import TrialReports
+
     use_test_credentials(monkeypatch, tmp_path)
     with s3_server() as url:
         address = url.removeprefix("http://")
@@ -148,7 +146,7 @@ def test_a_checkpoint_in_an_object_store_is_reported(monkeypatch, tmp_path):
         uri = f"s3://runs/trial_3{query}"
         open_filesystem(uri)[0].create_dir("runs")
         CheckpointStore(Storage(uri)).write(make_checkpoint(8))
-        checkpoint = raydl.tune._Reports(uri)._new_checkpoint()
+        checkpoint = TrialReports(uri).new_checkpoint()
         copy = Path(checkpoint.to_directory(tmp_path / "copy"))
     assert (copy / "center.safetensors").is_file()
 
@@ -158,12 +156,14 @@ def test_a_checkpoint_in_an_object_store_is_reported(monkeypatch, tmp_path):
 def test_a_trial_that_is_started_again_after_its_run_is_complete_reports_the_last_score_again(
     monkeypatch, tmp_path
 ):
+    from ray import tune
+
     reports = []
     monkeypatch.chdir(tmp_path)
     context = SimpleNamespace(get_trial_id=lambda: "trial_1")
-    monkeypatch.setattr(raydl.tune.tune, "get_context", lambda: context)
+    monkeypatch.setattr(tune, "get_context", lambda: context)
     monkeypatch.setattr(
-        raydl.tune.tune, "report", lambda values, checkpoint: reports.append((values, checkpoint))
+        tune, "report", lambda values, checkpoint: reports.append((values, checkpoint))
     )
     config = TrainConfig(
         data="digits",
