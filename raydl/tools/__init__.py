@@ -1,1 +1,1 @@
-"""Reports, comparisons, searches, plans and data conversion; training does not need them."""
+"""Reports, comparisons, trials of Ray Tune, plans, data conversion; no run needs them."""
