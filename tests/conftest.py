@@ -94,10 +94,11 @@ def _waits(item: pytest.Item) -> bool:
 
 
 def _waits_beside_work(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests so that those that wait run beside those that need a core.
+    """Return the tests in an order in which those that wait run beside those that need a core.
 
-    Each of an even number of processes begins with its own part of the list. So half of them
-    begin with tests that wait, and few such tests are left at the end.
+    Half of the waiting tests are the first, half are in the middle. pytest-xdist gives each process
+    a part of the list, so two of the processes begin with tests that wait, the others do not, and
+    few such tests are left at the end.
     """
     waiting = sorted(filter(_waits, items), key=lambda item: _WAITING.index(item.path.stem))
     others = [item for item in items if not _waits(item)]
@@ -124,13 +125,18 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_wait_for_disks() -> Iterator[None]:
-    """Skip waits for the disk; a test that records these calls replaces them itself."""
+@pytest.fixture(scope="session")
+def monkeypatch_session() -> Iterator[pytest.MonkeyPatch]:
+    """What ``monkeypatch`` is, for all tests of this process: a patch per test takes time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(os, "fdatasync", lambda descriptor: None)
-        yield
+        yield patch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_disks(monkeypatch_session: pytest.MonkeyPatch) -> None:
+    """Skip waits for the disk; a test that records these calls replaces them itself."""
+    monkeypatch_session.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch_session.setattr(os, "fdatasync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)
@@ -154,15 +160,13 @@ def decode_once(data: bytes, row: int | None, *, mode: str, source: str) -> np.n
 
 
 @pytest.fixture(scope="session", autouse=True)
-def pictures_decoded_once() -> Iterator[None]:
+def pictures_decoded_once(monkeypatch_session: pytest.MonkeyPatch) -> None:
     """Decode each of the bundled digits once: that was half of the time of a short run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "decode_one", decode_once)
-        yield
+    monkeypatch_session.setattr(pictures, "decode_one", decode_once)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def options_made_once() -> Iterator[None]:
+def options_made_once(monkeypatch_session: pytest.MonkeyPatch) -> None:
     """Make the options of each command once: tyro takes 15 ms, and tests run 600 commands."""
     make = ParserSpecification.from_callable_or_type
     made: dict[tuple[type, str | None], ParserSpecification] = {}
@@ -175,9 +179,8 @@ def options_made_once() -> Iterator[None]:
             made[key] = make(f, **more)
         return made[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ParserSpecification, "from_callable_or_type", staticmethod(make_once))
-        yield
+    name = "from_callable_or_type"
+    monkeypatch_session.setattr(ParserSpecification, name, staticmethod(make_once))
 
 
 @pytest.fixture(autouse=True)
@@ -194,11 +197,9 @@ def no_ray_by_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_ray_ahead() -> Iterator[None]:
+def no_ray_ahead(monkeypatch_session: pytest.MonkeyPatch) -> None:
     """Prevent commands in the test process from starting Ray, which would outlive the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "begin", lambda **_: None)
-        yield
+    monkeypatch_session.setattr(session, "begin", lambda **_: None)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ _CPUS_OF_A_TRIAL = 0.01
 def as_trial(
     function: Callable[[Mapping[str, Any]], None],
 ) -> Callable[[Mapping[str, Any]], None]:
-    """Return a function of a trial's parameters for which Tune reserves next to nothing."""
+    """Return a trial's function with the least reservation: its workers reserve their own."""
     resources: Callable[[Mapping[str, Any]], None] = tune.with_resources(
         function, {"CPU": _CPUS_OF_A_TRIAL}
     )

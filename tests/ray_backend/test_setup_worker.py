@@ -17,7 +17,7 @@ class ExecError(Exception):
 
 @pytest.fixture
 def program(monkeypatch):
-    """The arguments of the last exec, and the environment at that time."""
+    """The recorded calls of exec: path, arguments and the environment at that time."""
     calls = []
 
     def become(path, args):

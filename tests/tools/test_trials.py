@@ -121,9 +121,9 @@ def test_a_trial_keeps_its_run_below_the_storage_path(storage_path, expected):
 @pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file://{}?token=secret"])
 def test_a_new_checkpoint_is_reported_once_from_a_folder_or_a_uri(form, tmp_path):
-    root = form.format(tmp_path / "run")
     from raydl.ray_backend.ray_tune import TrialReports
 
+    root = form.format(tmp_path / "run")
     reports = TrialReports(root)
     assert reports.new_checkpoint() is None
     CheckpointStore(Storage(root)).write(make_checkpoint(8))
