@@ -1,8 +1,11 @@
-"""All-reduce by point-to-point messages, and the choice of the cheapest algorithm.
+"""All-reduce by point-to-point messages, and the choice of the fastest algorithm.
 
 This is our reading of Tianhe-3's *Dynamic Allreduce* (Wei et al., Sci. Rep. 11:20244, which gives
 its name and purpose, not its definition): choose the algorithm at run time from message size,
-number of workers and measured latency and bandwidth. ``raydl.core.cost_model`` predicts the costs.
+number of workers and measured latency and bandwidth. ``raydl.core.cost_model`` predicts the costs
+and so leaves out algorithms that are far too slow; the first sums of each size are timed with each
+of the others and with torch's own, and the fastest one is kept. The prediction alone is not enough:
+it does not know that the ranks of a node share its cores and its network card.
 For CPU tensors only: NCCL chooses its own algorithms. An all-reduce that overlaps with the gradient
 runs in its own thread.
 """
@@ -68,6 +71,14 @@ class ProcessGroupLink:
     def receive(self, tensor: Tensor, source: int) -> Any:
         """Start to receive a rank's message into a tensor."""
         return self._process_group.recv([tensor], source, self._tag)
+
+    def allreduce(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the ranks, by torch's own algorithm.
+
+        Raises:
+            RuntimeError: if a message failed; the tensor may be half reduced.
+        """
+        self._process_group.allreduce([tensor]).wait()
 
 
 class _Subset:
@@ -271,7 +282,7 @@ def _measure_pair(link: Link, peer: int) -> tuple[float, float]:
 
 
 class Reducer:
-    """One rank's all-reduce, which uses the cheapest algorithm for each message.
+    """One rank's all-reduce by the algorithms of this module.
 
     It keeps its scratch memory, which only grows: a training loop allocates once.
 
@@ -287,22 +298,81 @@ class Reducer:
         self.network = network
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def allreduce(self, tensor: Tensor, *, algorithm: str | None = None) -> str:
-        """Replace ``tensor``, shape [n], by its sum over all ranks; return the algorithm.
+    def allreduce(self, tensor: Tensor, algorithm: str) -> None:
+        """Replace ``tensor``, shape [n], by its sum over all ranks.
 
         Args:
             tensor: contiguous, the same n and dtype on every rank.
-            algorithm: a name in ``ALGORITHMS``, the same on every rank; None for the cheapest.
+            algorithm: a name in ``ALGORITHMS``, the same on every rank.
 
         Raises:
             RuntimeError: if a message failed; the tensor may be half reduced.
         """
-        name = algorithm or choose(tensor.nbytes, self.nodes, self.network)[0]
         scratch = self._scratch.get(tensor.dtype)
         if scratch is None or scratch.numel() < tensor.numel():
             scratch = self._scratch[tensor.dtype] = torch.empty_like(tensor)
-        ALGORITHMS[name](self.link, tensor, scratch, nodes=self.nodes, network=self.network)
-        return name
+        ALGORITHMS[algorithm](
+            self.link, tensor, scratch, nodes=self.nodes, network=self.network
+        )
+
+
+LIBRARY = "library"
+"""Name of torch's own all-reduce."""
+TRIES = 5
+"""Sums of a size with each algorithm before ``auto`` chooses: an odd number has a median."""
+_FAR_TOO_SLOW = 3.0
+"""``auto`` does not try algorithms whose predicted time is more than this many times the least."""
+_NUM_TIMES = 101
+
+
+class AllreduceProfiler:
+    """Times the sums of one size, the first ones with each algorithm in turn; keeps the fastest.
+
+    Args:
+        names: the algorithms; with a single one there is nothing to choose.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.chosen = names[0] if len(names) == 1 else ""
+        """The fastest algorithm, or an empty text before all have been tried."""
+        self.tried: dict[str, float] = {}
+        """Seconds of a sum by algorithm, as they were when the fastest was chosen."""
+        self._seconds: dict[str, list[float]] = {name: [] for name in names}
+
+    def next_algorithm(self) -> str:
+        """Return the algorithm of the next sum: the chosen one, or the least tried one."""
+        return self.chosen or min(self._seconds, key=lambda name: len(self._seconds[name]))
+
+    def add(self, algorithm: str, seconds: float) -> None:
+        """Add the time of a sum."""
+        times = self._seconds[algorithm]
+        times.append(seconds)
+        del times[:-_NUM_TIMES]
+
+    def choose(self, link: Link) -> None:
+        """Choose the fastest algorithm once all have been tried, the same on every rank.
+
+        All ranks call this after each of their sums. The time of a sum is that of the rank with
+        the least, since the others include a wait for late ranks; the median of the tries counts.
+
+        Raises:
+            RuntimeError: if a message failed.
+        """
+        if self.chosen or min(map(len, self._seconds.values())) < TRIES:
+            return
+        times = torch.tensor(list(self._seconds.values()), dtype=torch.float64)
+        _tree_reduce(link, times, torch.empty_like(times), torch.minimum)
+        _tree_copy(link, times)
+        self.tried = dict(zip(self._seconds, times.median(dim=1).values.tolist(), strict=True))
+        self.chosen = min(self.tried, key=lambda name: self.tried[name])
+
+    @property
+    def measured_s(self) -> float | None:
+        """Least seconds of the newest sums of the chosen algorithm; None before there is one.
+
+        The least: the others include waits for late ranks.
+        """
+        return min(self._seconds[self.chosen], default=None) if self.chosen else None
 
 
 class AdaptiveAllreduce:
@@ -313,7 +383,9 @@ class AdaptiveAllreduce:
     Args:
         link: reaches the other ranks.
         nodes: the node of each rank.
-        algorithm: a name in ``ALGORITHMS``, or ``auto``: the one predicted to be cheapest.
+        algorithm: a name in ``ALGORITHMS``, or ``auto``: the fastest one for each size of message.
+        library: torch's own all-reduce between the same ranks, which ``auto`` tries, too; None: it
+            does not.
         generation: the membership, for the report.
 
     Raises:
@@ -321,14 +393,21 @@ class AdaptiveAllreduce:
     """
 
     def __init__(
-        self, link: Link, nodes: Sequence[Node], algorithm: str, *, generation: int = 0
+        self,
+        link: Link,
+        nodes: Sequence[Node],
+        algorithm: str,
+        *,
+        library: Callable[[Tensor], None] | None = None,
+        generation: int = 0,
     ) -> None:
         self._generation = generation
         self._reducer = Reducer(link, nodes, measure_network(link, nodes))
-        self._algorithm = None if algorithm == "auto" else algorithm
+        self._algorithm = algorithm
+        self._library = library
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="allreduce")
         self._lock = threading.Lock()
-        self._times: dict[int, list[float]] = {}
+        self._profilers: dict[int, AllreduceProfiler] = {}
 
     def start(self, tensor: Tensor) -> AdaptiveWork:
         """Start to replace ``tensor`` by its sum over the ranks, and return at once."""
@@ -336,26 +415,60 @@ class AdaptiveAllreduce:
 
     def _reduce(self, tensor: Tensor) -> None:
         torch.set_num_threads(1)  # OpenMP keeps a thread count for each calling thread
+        profiler = self._profiler_of(tensor.nbytes)
+        algorithm = profiler.next_algorithm()
         start = time.perf_counter()
-        self._reducer.allreduce(tensor, algorithm=self._algorithm)
+        if algorithm == LIBRARY and self._library is not None:
+            self._library(tensor)
+        else:
+            self._reducer.allreduce(tensor, algorithm)
         seconds = time.perf_counter() - start
         with self._lock:
-            times = self._times.setdefault(tensor.nbytes, [])
-            times.append(seconds)
-            del times[:-101]
+            profiler.add(algorithm, seconds)
+        profiler.choose(self._reducer.link)
+
+    def _profiler_of(self, num_bytes: int) -> AllreduceProfiler:
+        with self._lock:
+            if num_bytes not in self._profilers:
+                self._profilers[num_bytes] = AllreduceProfiler(self._candidates(num_bytes))
+            return self._profilers[num_bytes]
+
+    def _candidates(self, num_bytes: int) -> list[str]:
+        if self._algorithm != "auto":
+            return [self._algorithm]
+        nodes, network = self._reducer.nodes, self._reducer.network
+        predicted = {name: predict_s(name, num_bytes, nodes, network) for name in ALGORITHMS}
+        if len(set(nodes)) == len(nodes):  # it would be the same as the cheaper of the others
+            del predicted["two-level"]
+        enough_s = _FAR_TOO_SLOW * min(predicted.values())
+        names = [name for name, seconds in predicted.items() if seconds <= enough_s]
+        return names if self._library is None else [LIBRARY, *names]
 
     def report(self) -> AllreduceReport | None:
-        """Return how the largest messages so far are summed, or None before the first one."""
+        """Return how the largest messages so far are summed, or None before that is chosen."""
         with self._lock:
-            if not self._times:
-                return None
-            num_bytes = max(self._times)
-            # The least: the others include waits for late ranks.
-            measured_s = min(self._times[num_bytes])
-        nodes, network = self._reducer.nodes, self._reducer.network
-        name = self._algorithm or choose(num_bytes, nodes, network)[0]
-        predicted_s = predict_s(name, num_bytes, nodes, network)
-        return AllreduceReport(self._generation, name, num_bytes, predicted_s, measured_s)
+            measured = {
+                num_bytes: (profiler, seconds)
+                for num_bytes, profiler in self._profilers.items()
+                if (seconds := profiler.measured_s) is not None
+            }
+        if not measured:
+            return None
+        num_bytes = max(measured)
+        profiler, measured_s = measured[num_bytes]
+        return AllreduceReport(
+            generation=self._generation,
+            algorithm=profiler.chosen,
+            num_bytes=num_bytes,
+            predicted_s=self._predicted_s(profiler.chosen, num_bytes),
+            measured_s=measured_s,
+            tried=profiler.tried,
+        )
+
+    def _predicted_s(self, algorithm: str, num_bytes: int) -> float | None:
+        if algorithm == LIBRARY:
+            return None
+        return predict_s(algorithm, num_bytes, self._reducer.nodes, self._reducer.network)
 
     def close(self) -> None:
         """Accept no more tensors; a sum in progress ends with its link, or by its time-out."""

@@ -385,7 +385,7 @@ class CollectiveGroup:
         rank: of this member.
         center: the actor that keeps the rendezvous keys; see ``CenterStore``.
         algorithm: of the sum: ``library`` (torch's own), a name in ``allreduce.ALGORITHMS``, or
-            ``auto`` for the one predicted to be fastest on the network as measured now.
+            ``auto`` for the fastest of all of them.
         abandoned: once it is set, forming the group and every wait in it raise at once.
         name: the group's name in ``ray.util.collective``; empty: the address.
         diagnosis: explains failed operations of a user's group; None: a run's group.
@@ -455,7 +455,10 @@ class CollectiveGroup:
         store.set(f"node/{self._rank}", node_id.encode())
         values = store.multi_get([f"node/{rank}" for rank in range(self.num_workers)])
         nodes, generation = [value.decode() for value in values], self.address.generation
-        return AdaptiveAllreduce(self.torch.link(), nodes, algorithm, generation=generation)
+        link = self.torch.link()
+        return AdaptiveAllreduce(
+            link, nodes, algorithm, library=link.allreduce, generation=generation
+        )
 
     def _check_wait(self, deadline: float) -> None:
         """Raise RuntimeError if there is a reason to stop waiting."""
@@ -493,7 +496,7 @@ class CollectiveGroup:
             raise self.explain(error, round=round, waited_s=0.0) from error
 
     def report(self) -> AllreduceReport | None:
-        """Return how large messages are summed, or None with torch's own all-reduce."""
+        """Return how large messages are summed; None with torch's own, or before a choice."""
         return self.adaptive.report() if self.adaptive else None
 
     def complete(self, work: Any, *, is_message: bool = False) -> None:

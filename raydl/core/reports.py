@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ class AllreduceReport:
     generation: int
     algorithm: str
     num_bytes: int
-    predicted_s: float
-    """From the latency and bandwidth measured at the start of the generation."""
+    predicted_s: float | None
+    """From the latency and bandwidth measured at the start of the generation; None for torch's own
+    all-reduce."""
     measured_s: float
     """Minimum over the newest 101 all-reduces of that size, to exclude waiting for late ranks."""
+    tried: dict[str, float] = field(default_factory=dict)
+    """Median seconds of the first sums by each algorithm; empty if there was no choice."""
 
 
 class Losses:

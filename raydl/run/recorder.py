@@ -310,14 +310,11 @@ class RunRecorder:
         before, self._allreduce = self._allreduce, now
         choice = (now.generation, now.algorithm)
         if before is None or (before.generation, before.algorithm) != choice:
-            self.event(
-                f"all-reduce of {now.num_bytes:,} bytes: {now.algorithm}, predicted "
-                f"{now.predicted_s * 1000:.2f} ms, measured {now.measured_s * 1000:.2f} ms"
-            )
-        return {
-            "exchange/allreduce_predicted_s": now.predicted_s,
-            "exchange/allreduce_s": now.measured_s,
-        }
+            self.event(_allreduce_sentence(now))
+        values = {"exchange/allreduce_s": now.measured_s}
+        if now.predicted_s is not None:
+            values["exchange/allreduce_predicted_s"] = now.predicted_s
+        return values
 
     def _log_tuning(self, reports: dict[str, WorkerReport]) -> None:
         """Log each exchange tuning that the workers choose, once."""
@@ -503,6 +500,21 @@ class RunRecorder:
             stack.callback(self._draw_examples)
             stack.callback(self._try, self._best.write)  # in case its last write failed
             self.checkpoints.close()
+
+
+def _allreduce_sentence(report: AllreduceReport) -> str:
+    """Return how the workers sum their largest messages, and the other algorithms they tried."""
+    sentence = (
+        f"all-reduce of {report.num_bytes:,} bytes: {report.algorithm}, measured "
+        f"{report.measured_s * 1000:.2f} ms"
+    )
+    if report.predicted_s is not None:
+        sentence += f", predicted {report.predicted_s * 1000:.2f} ms"
+    if report.tried:
+        tried = sorted(report.tried.items(), key=lambda item: item[1])
+        medians = ", ".join(f"{name} {seconds * 1000:.2f} ms" for name, seconds in tried)
+        sentence += f"; the medians of the first sums: {medians}"
+    return sentence
 
 
 def _unix_s(monotonic_s: float) -> float:

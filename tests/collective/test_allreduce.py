@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raydl.collective.allreduce import ALGORITHMS, ProcessGroupLink, Reducer, measure_network
+from raydl.collective import allreduce
+from raydl.collective.allreduce import (
+    ALGORITHMS,
+    LIBRARY,
+    TRIES,
+    AdaptiveAllreduce,
+    AllreduceProfiler,
+    ProcessGroupLink,
+    Reducer,
+    measure_network,
+)
 from raydl.core.cost_model import COSTS, Network, choose, predict_s
 
 SIZES = (1, 2, 3, 7, 1001, 65537)
@@ -138,7 +148,7 @@ def total(links, algorithm, tensors, *, nodes, network=FLAT):
     def act(rank):
         tensor = tensors[rank].clone()
         reducer = Reducer(links[rank], nodes, network)
-        assert reducer.allreduce(tensor, algorithm=algorithm) == algorithm
+        reducer.allreduce(tensor, algorithm)
         return tensor
 
     return without_errors(run_ranks(len(links), act))
@@ -164,7 +174,7 @@ def test_every_rank_ends_with_the_same_bits_and_with_torchs_own_sum(groups, algo
             mine = random_tensors(num_workers, size)[rank]
             reference = mine.clone()
             group.allreduce([reference]).wait()
-            reducer.allreduce(mine, algorithm=algorithm)
+            reducer.allreduce(mine, algorithm)
             found.append((mine, reference))
         return found
 
@@ -253,7 +263,7 @@ def test_a_second_call_uses_the_memory_of_the_first(groups):
         reducer, tensor = Reducer(link, nodes, FLAT), torch.ones(1001)
         for _ in range(3):
             for algorithm in ALGORITHMS:
-                reducer.allreduce(tensor, algorithm=algorithm)
+                reducer.allreduce(tensor, algorithm)
         return tensor, link.filled
 
     groups(num_workers)
@@ -313,17 +323,6 @@ def test_two_levels_are_chosen_where_the_inside_of_a_node_is_much_faster():
     assert choose(1_000, [0] * 16, FAST_INSIDE)[0] == "recursive-doubling"
 
 
-def test_the_algorithm_with_the_lowest_predicted_time_runs():
-    links, nodes = queue_links(4), [0, 1, 2, 3]
-    sizes = [1, 200_001]  # of 4 bytes: below and above the 8e5 from which on the ring is cheaper
-
-    def act(rank):
-        reducer = Reducer(links[rank], nodes, FLAT)
-        return [reducer.allreduce(torch.ones(size)) for size in sizes]
-
-    assert without_errors(run_ranks(4, act)) == [["recursive-doubling", "ring"]] * 4
-
-
 @pytest.mark.parametrize(
     "nodes", [["a"], ["a", "a"], ["a", "b"], ["a", "a", "b", "c", "b"], [0] * 4], ids=str
 )
@@ -356,6 +355,148 @@ def test_the_slowest_connection_sets_the_measured_figures():
     assert network.latency_s > 2 * network.local_latency_s
 
 
+# the choice of the fastest
+
+
+def profiled(num_workers, times):
+    """Return each rank's profiler after as many sums as ``auto`` needs to choose.
+
+    Args:
+        num_workers: number of ranks.
+        times: function from (rank, algorithm, index of its try) to the seconds of a sum.
+    """
+    links = queue_links(num_workers)
+
+    def act(rank):
+        profiler = AllreduceProfiler(["ring", "two-level", LIBRARY])
+        for index in range(TRIES):
+            for _ in range(3):
+                algorithm = profiler.next_algorithm()
+                profiler.add(algorithm, times(rank, algorithm, index))
+                profiler.choose(links[rank])
+        return profiler
+
+    return without_errors(run_ranks(num_workers, act))
+
+
+MEDIANS = {"ring": 3.0, "two-level": 2.0, LIBRARY: 4.0}
+
+
+def test_all_ranks_keep_the_algorithm_with_the_least_median_time():
+    def times(rank, algorithm, index):
+        first_sums_take_longer = 10.0 if index < TRIES // 2 else 0.0
+        return MEDIANS[algorithm] + first_sums_take_longer * (algorithm == "two-level")
+
+    for profiler in profiled(3, times):
+        assert profiler.chosen == profiler.next_algorithm() == "two-level"
+        assert profiler.tried == MEDIANS
+
+
+def test_waits_for_late_ranks_do_not_count_in_the_choice():
+    def times(rank, algorithm, index):
+        is_late = index % 3 == rank  # the others wait for it
+        return MEDIANS[algorithm] + (0.0 if is_late else 5.0 * (algorithm == "two-level"))
+
+    assert [profiler.tried for profiler in profiled(3, times)] == [MEDIANS] * 3
+
+
+def test_before_the_choice_each_algorithm_is_tried_in_turn():
+    profiler, tried = AllreduceProfiler(["ring", LIBRARY]), []
+    for _ in range(4):
+        tried.append(profiler.next_algorithm())
+        profiler.add(tried[-1], 1.0)
+    assert tried == ["ring", LIBRARY, "ring", LIBRARY]
+    assert profiler.measured_s is None
+
+
+def test_a_single_algorithm_is_chosen_without_a_message():
+    profiler = AllreduceProfiler(["ring"])
+    profiler.add("ring", 2.0)
+    profiler.choose(None)
+    assert (profiler.chosen, profiler.tried, profiler.measured_s) == ("ring", {}, 2.0)
+
+
+def adapted(links, nodes, *, sizes=(7,), library=None, num_sums=20):
+    """Return each rank's report and last sum after sums of ones of each size by ``auto``."""
+
+    def act(rank):
+        adaptive = AdaptiveAllreduce(links[rank], nodes, "auto", library=library and library(rank))
+        try:
+            for size in sizes:
+                for _ in range(num_sums):
+                    tensor = torch.ones(size)
+                    adaptive.start(tensor).wait(timedelta(seconds=30))
+            return adaptive.report(), tensor
+        finally:
+            adaptive.close()
+
+    return without_errors(run_ranks(len(nodes), act))
+
+
+class SlowLink(QueueLink):
+    """A link on which each message takes 2 ms."""
+
+    def send(self, tensor, to):
+        time.sleep(2e-3)
+        return super().send(tensor, to)
+
+
+@pytest.mark.parametrize("is_library_slow", [False, True])
+def test_torchs_own_all_reduce_is_kept_where_it_is_the_fastest(groups, is_library_slow):
+    links = [SlowLink(link.queues, link.rank, 3) for link in queue_links(3)]
+    made = groups(3)
+
+    def library(rank):
+        def allreduce(tensor):
+            time.sleep(0.05 if is_library_slow else 0.0)
+            ProcessGroupLink(made[rank], rank, 3).allreduce(tensor)
+
+        return allreduce
+
+    for report, tensor in adapted(links, [0, 1, 2], library=library):
+        assert torch.equal(tensor, torch.full((7,), 3.0))
+        assert (report.algorithm == LIBRARY) != is_library_slow
+        assert (report.predicted_s is None) != is_library_slow
+        assert report.measured_s < 0.05
+
+
+def test_a_choice_is_made_for_each_size_of_message(monkeypatch):
+    monkeypatch.setattr(allreduce, "measure_network", lambda link, nodes: FLAT)
+    nodes = [0] * 4 + [1] * 4
+    (small, _), *_ = adapted(queue_links(8), nodes, sizes=[1])
+    (large, _), *_ = adapted(queue_links(8), nodes, sizes=[1, 200_000])
+    assert (small.num_bytes, large.num_bytes) == (4, 800_000)
+    assert "ring" not in small.tried  # its 14 messages take 4.7 times as long as 3
+    assert "ring" in large.tried
+
+
+@pytest.mark.parametrize(
+    ("nodes", "has_two_levels"), [([0, 1, 2], False), ([0, 0, 0], True), ([0, 0, 1], True)], ids=str
+)
+def test_two_levels_are_not_tried_among_ranks_on_a_node_each(nodes, has_two_levels):
+    report, _ = adapted(queue_links(3), nodes)[0]
+    assert ("two-level" in report.tried) == has_two_levels
+
+
+def test_a_named_algorithm_is_used_from_the_first_sum_and_reported():
+    links = queue_links(2)
+
+    def act(rank):
+        adaptive = AdaptiveAllreduce(links[rank], [0, 1], "ring", generation=3)
+        assert adaptive.report() is None
+        adaptive.start(torch.ones(5)).wait()
+        adaptive.close()
+        return adaptive.report()
+
+    for report in without_errors(run_ranks(2, act)):
+        assert (report.generation, report.algorithm, report.num_bytes) == (3, "ring", 20)
+        assert report.predicted_s > 0.0
+        assert report.tried == {}
+
+
+# failures
+
+
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_a_rank_that_dies_ends_the_sum_of_all_in_bounded_time(algorithm):
     num_workers, nodes = 4, [0, 0, 1, 1]
@@ -366,7 +507,7 @@ def test_a_rank_that_dies_ends_the_sum_of_all_in_bounded_time(algorithm):
         link = ProcessGroupLink(groups[rank], rank, num_workers)
         reducer = Reducer(RecordingLink(link, dies_after=dies_after), nodes, FLAT)
         for _ in range(2):
-            reducer.allreduce(torch.ones(1001), algorithm=algorithm)
+            reducer.allreduce(torch.ones(1001), algorithm)
 
     results = run_ranks(num_workers, act, wait_s=30.0)
     assert [type(result) for result in results] == [RuntimeError] * num_workers

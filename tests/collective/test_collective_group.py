@@ -186,10 +186,11 @@ def test_each_member_ends_with_the_sum_and_with_all_gathered_tensors(ranks, num_
 def test_our_own_all_reduce_gives_the_same_sum_and_reports_its_algorithm(ranks, algorithm):
     members = ranks(3).form_all(algorithm=algorithm)
     assert members.each(lambda group: group.report()) == [None] * 3
-    assert members.each(summed) == [[6.0] * 5] * 3
+    for _ in range(20 if algorithm == "auto" else 1):  # which tries each algorithm first
+        assert members.each(summed) == [[6.0] * 5] * 3
     for report in members.each(lambda group: group.report()):
         assert (report.generation, report.num_bytes) == (7, 20)
-        assert report.algorithm == algorithm or algorithm == "auto"
+        assert report.algorithm == algorithm or "library" in report.tried
 
 
 def test_each_member_knows_the_node_of_each_rank(ranks):

@@ -199,6 +199,22 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert {p["exchange/refused"] for _, p in memory.points if "exchange/refused" in p} == {3}
 
 
+def test_the_choice_of_an_all_reduce_is_told_with_all_that_was_tried():
+    recorder, memory = make(Store())
+    tried = {"library": 0.0005, "ring": 0.002, "two-level": 0.001}
+    library = AllreduceReport(1, "library", 1000, None, 0.0004, tried)
+    for report in (library, AllreduceReport(2, "ring", 1000, 0.001, 0.002)):
+        recorder.record(record_at(5), {"w0": report_of("w0", local_step=2, allreduce=report)})
+    recorder.close()
+    assert [text for name, _, text in memory.texts if name == "events"] == [
+        "all-reduce of 1,000 bytes: library, measured 0.40 ms; the medians of the first sums: "
+        "library 0.50 ms, two-level 1.00 ms, ring 2.00 ms",
+        "all-reduce of 1,000 bytes: ring, measured 2.00 ms, predicted 1.00 ms",
+    ]
+    predictions = [p.get("exchange/allreduce_predicted_s") for _, p in memory.points]
+    assert predictions == [None, 0.001]
+
+
 def test_simultaneous_events_are_a_sample_apart_since_tensorboard_shows_one_per_step():
     recorder, memory = make(Store())
     recorder.event("generation 1: w0 starts")
