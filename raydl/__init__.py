@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         TrainingConfig,
     )
     from raydl.core.callbacks import Callback
-    from raydl.core.worker_group import Evaluated
+    from raydl.core.scores import Evaluated
     from raydl.data import DataShape
     from raydl.errors import RaydlError
     from raydl.ray_backend.attach import attach

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,8 +27,9 @@ from raydl.models import ModelFactory
 from raydl.models.hugging_face import LocalModel
 
 __all__ = [
-    "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "Predicts", "Task",
-    "build_model", "evaluate", "in_precision", "predict", "task_for", "task_on",
+    "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "MetricSums", "Predicts",
+    "Task", "build_model", "evaluate", "in_precision", "metric_sums", "metrics_of", "predict",
+    "task_for", "task_on",
 ]  # fmt: skip
 
 
@@ -350,6 +352,18 @@ def _check_signature(factory: Callable[..., object], name: str) -> None:
         raise ShapeError(name, f"{problem}: {error}") from error
 
 
+@dataclass(frozen=True)
+class MetricSums:
+    """Sums of the metrics of a task over some samples."""
+
+    sums: Mapping[str, float]
+    """By name of the metric."""
+    num_samples: int
+    """Samples that were evaluated."""
+    num_skipped: int = 0
+    """Samples that could not be read."""
+
+
 def evaluate(
     task: Task,
     model: nn.Module,
@@ -372,6 +386,19 @@ def evaluate(
     Raises:
         DataError: if no sample of the set could be read.
     """
+    sums = metric_sums(task, model, get_batch, num_samples=num_samples, batch_size=batch_size)
+    return metrics_of(task, [sums])
+
+
+def metric_sums(
+    task: Task,
+    model: nn.Module,
+    get_batch: Callable[[int, int], Batch],
+    *,
+    num_samples: int,
+    batch_size: int,
+) -> MetricSums:
+    """Return the sum of each metric over some samples; arguments as for ``evaluate``."""
     was_training = model.training
     model.eval()
     sums: dict[str, float] = {}
@@ -385,9 +412,28 @@ def evaluate(
                 sums[key] = sums.get(key, 0.0) + float(value)
             num_evaluated += num_samples_of(batch)
     model.train(was_training)
-    if not num_evaluated:
-        raise DataError("the test set", f"holds {num_samples} samples, none of which can be read")
-    means = {key: value / num_evaluated for key, value in sums.items()}
+    return MetricSums(sums, num_evaluated, num_samples - num_evaluated)
+
+
+def metrics_of(task: Task, parts: Sequence[MetricSums]) -> dict[str, float]:
+    """Return the mean of each metric over all parts of a set, and the derived metrics.
+
+    Args:
+        task: computes the metrics.
+        parts: the sums over each part of the set.
+
+    Raises:
+        DataError: if no sample of the set could be read.
+    """
+    num_samples = sum(part.num_samples for part in parts)
+    if not num_samples:
+        skipped = sum(part.num_skipped for part in parts)
+        raise DataError("the test set", f"holds {skipped} samples, none of which can be read")
+    sums: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.sums.items():
+            sums[key] = sums.get(key, 0.0) + value
+    means = {key: value / num_samples for key, value in sums.items()}
     derived = task.derived(means) if isinstance(task, Derives) else {}
     return {**means, **{name: float(value) for name, value in derived.items()}}
 

@@ -17,9 +17,8 @@ from raydl.config import EvaluationConfig
 from raydl.core import tensor_files
 from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
-from raydl.core.scores import score_of
+from raydl.core.scores import Evaluated, score_of
 from raydl.core.tensor_files import view_of
-from raydl.core.worker_group import Evaluated
 from raydl.errors import CheckpointError, reading_error
 from raydl.storage import Storage, below
 

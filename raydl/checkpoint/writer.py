@@ -23,8 +23,9 @@ from raydl.checkpoint.totals import Totals
 from raydl.core.autotune import ExchangeTuning
 from raydl.core.center import Snapshot
 from raydl.core.flat import FlatModel
+from raydl.core.scores import Evaluated
 from raydl.core.tensor_files import view_of
-from raydl.core.worker_group import Collected, Evaluated
+from raydl.core.worker_group import Collected
 from raydl.data.ledger import Ledger
 from raydl.errors import CheckpointError, StateLostError, StorageSilentError
 from raydl.storage import GIVE_UP_S, Storage, give_up

@@ -311,9 +311,7 @@ class Reducer:
         scratch = self._scratch.get(tensor.dtype)
         if scratch is None or scratch.numel() < tensor.numel():
             scratch = self._scratch[tensor.dtype] = torch.empty_like(tensor)
-        ALGORITHMS[algorithm](
-            self.link, tensor, scratch, nodes=self.nodes, network=self.network
-        )
+        ALGORITHMS[algorithm](self.link, tensor, scratch, nodes=self.nodes, network=self.network)
 
 
 LIBRARY = "library"

@@ -95,6 +95,30 @@ def gather_numbers(
     return gathered
 
 
+def gather_bytes(
+    group: Group, rank: int, own: bytes, *, round: int, device: torch.device
+) -> list[bytes]:
+    """Return some bytes of all workers, by rank, the same on all ranks.
+
+    Args:
+        group: the workers.
+        rank: of this worker.
+        own: of this worker, fewer than 2^24, since float32 holds their number.
+        round: number of the round.
+        device: where the group gathers.
+
+    Raises:
+        ExchangeError: if a worker did not take part.
+    """
+    [sizes] = gather_numbers(group, rank, [len(own)], round=round, device=device)
+    message = torch.zeros(max(1, int(max(sizes))), dtype=torch.uint8)
+    message[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    gathered = torch.empty(group.num_workers, len(message), dtype=torch.uint8, device=device)
+    group.start_allgather(message.to(device), gathered, round=round).wait()
+    rows = gathered.cpu().numpy()
+    return [row[: int(size)].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
 def _sums_over_replicas(
     group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
 ) -> tuple[Tally, Header]:

@@ -24,6 +24,7 @@ from raydl.collective.sync_exchange import (
     Group,
     StagedExchange,
     SyncExchange,
+    gather_bytes,
     gather_numbers,
 )
 from raydl.core.autotune import (
@@ -517,6 +518,26 @@ class SyncStrategy:
             outcome,
             keep=self._round if keeps else None,
             publishes=self._context.rank == 0 and (keeps or evaluates or is_over),
+            scores=self._scores(outcome, is_due=evaluates),
+        )
+
+    def _scores(self, outcome: Outcome, *, is_due: bool) -> bool:
+        """Whether the workers score the center in a pause now; the same on all ranks.
+
+        Not when they leave: the node of one may end soon.
+        """
+        if not self._config.evaluation.is_by_workers:
+            return False
+        return outcome is Outcome.FINISHED or (is_due and outcome is Outcome.GO_ON)
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return some bytes of each rank, by rank, between two rounds.
+
+        Raises:
+            ExchangeError: if a worker did not answer.
+        """
+        return gather_bytes(
+            self._group, self._context.rank, own, round=self._round, device=self._weights.device
         )
 
     def _outcome(self, sums: Header) -> Outcome:

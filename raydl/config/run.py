@@ -13,6 +13,7 @@ RUNS = "runs"
 LOWER_IS_BETTER = ("loss", "perplexity")
 """Metrics that are better if they are lower."""
 _MODES = ("auto", "max", "min")
+_SCORED_BY = ("evaluator", "workers")
 TRACKER_STATES, METRIC_LINES = "tracker-", "metrics.jsonl"
 """In the run's folder: beginning of the names of the trackers' states, and the JSON lines."""
 
@@ -111,7 +112,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """When to score the center on the test set. No worker waits for an evaluation."""
+    """When to score the center on the test set, and which processes do it."""
 
     every_epochs: int = 1
     """Epochs between two evaluations; the center of each checkpoint is scored, too."""
@@ -127,8 +128,13 @@ class EvaluationConfig:
     batch_size: int = 128
     """Samples in one evaluation step; with many more, the activations no longer fit in the
     cache."""
+    by: str = "evaluator"
+    """Which processes score: evaluator, a process beside the workers, for which no worker waits; or
+    workers: all workers of a synchronous method pause and score a part of the test set each."""
 
     def __post_init__(self) -> None:
+        if self.by not in _SCORED_BY:
+            raise UnknownNameError("evaluation.by", self.by, _SCORED_BY)
         number = self.num_samples
         require(number is None or number >= 1, "evaluation.num_samples", "1 or more", number)
         require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)
@@ -143,3 +149,8 @@ class EvaluationConfig:
         is_known = self.metric in ("", "accuracy", *LOWER_IS_BETTER)
         rule = f"max or min, the better direction of {self.metric}"
         require(is_known or self.mode != "auto", "evaluation.mode", rule, self.mode)
+
+    @property
+    def is_by_workers(self) -> bool:
+        """Whether the workers score the center."""
+        return self.by == "workers"

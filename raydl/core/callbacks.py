@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from raydl.config import EvaluationConfig, TrainConfig
-from raydl.core.scores import metric_of, score_of
-from raydl.core.worker_group import Evaluated
+from raydl.core.scores import Evaluated, metric_of, score_of
 from raydl.errors import ConfigError, RaydlError
 
 

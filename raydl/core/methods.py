@@ -228,6 +228,9 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
         raise ConfigError("exchange.center_shards", problem)
     if exchange.allreduce != "library":
         _check_allreduce(config, method)
+    if config.evaluation.is_by_workers and not method.is_sync:
+        problem = f"cannot be workers with {method.name}: its workers do not pause together"
+        raise ConfigError("evaluation.by", problem)
     if parse_codec(exchange.compression).name != "none":
         _check_compression(config, method)
     for name in ("packed", "resident"):

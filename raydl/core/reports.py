@@ -16,6 +16,7 @@ from torch import Tensor
 from raydl.core.autotune import Choice
 from raydl.core.exchange import Header
 from raydl.core.progress import Progress
+from raydl.core.scores import Evaluated
 from raydl.data.loader import LeftOut
 from raydl.errors import NonFiniteLossError
 
@@ -141,6 +142,8 @@ class WorkerReport:
     waiting_s: float = 0.0
     """Seconds that the worker has waited for an exchange until now; 0 while it computes."""
     allreduce: AllreduceReport | None = None
+    scores: tuple[Evaluated, ...] = ()
+    """New scores of the center, if the workers score it and go on."""
     """All-reduce of the worker's group, if raydl chooses the algorithm."""
     choice: Choice | None = None
     """Exchange tuning that the workers chose."""

@@ -1,14 +1,43 @@
-"""The score that compares centers: for the best center, early stopping and the plateau schedule."""
+"""Metrics of a center on the test set, and the score that compares centers.
+
+The score is for the best center, early stopping and the plateau schedule.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from raydl.config import EvaluationConfig
 from raydl.config.run import LOWER_IS_BETTER
+from raydl.core.progress import Progress
 
 _BY_DEFAULT = EvaluationConfig()
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The center of a round was scored on the test set."""
+
+    progress: Progress
+    """Progress of the run when the snapshot was taken."""
+    metrics: dict[str, float]
+    predicted: tuple[int, ...] = ()
+    """Predicted class of each example; empty if the task has no classes."""
+    weights: np.ndarray | None = None
+    """Weights of the center, shape [num_parameters], if it may be the best one to keep."""
+    buffers: np.ndarray | None = None
+    """Float buffers, shape [num_buffers], together with the weights."""
+    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
+    """Non-trainable state of the snapshot, together with the weights."""
+
+    def without_center(self) -> Evaluated:
+        """Return the score without the center, which takes little memory."""
+        return dataclasses.replace(self, weights=None, buffers=None, non_trainable={})
 
 
 def metric_of(metrics: Mapping[str, float], evaluation: EvaluationConfig = _BY_DEFAULT) -> str:

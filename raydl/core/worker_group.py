@@ -6,18 +6,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
-from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.saved_state import DistantState, SavedState
+from raydl.core.scores import Evaluated
 from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 
@@ -60,6 +57,8 @@ class RunEnded:
     """Set if its replica diverged and was rolled back to the center, or the center diverged."""
     has_bad_copy: bool = False
     """Whether its copy of the center has values that are not finite; an earlier copy is gone."""
+    score: Evaluated | None = None
+    """Score of the last center of the run, if the workers score it."""
 
 
 @dataclass(frozen=True)
@@ -159,27 +158,6 @@ class Refused:
     process: str
     """Id of the shard's process; a restarted shard has another."""
     num_messages: int
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The center of a round was scored on the test set."""
-
-    progress: Progress
-    """Progress of the run when the snapshot was taken."""
-    metrics: dict[str, float]
-    predicted: tuple[int, ...] = ()
-    """Predicted class of each example; empty if the task has no classes."""
-    weights: np.ndarray | None = None
-    """Weights of the center, shape [num_parameters], if it may be the best one to keep."""
-    buffers: np.ndarray | None = None
-    """Float buffers, shape [num_buffers], together with the weights."""
-    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
-    """Non-trainable state of the snapshot, together with the weights."""
-
-    def without_center(self) -> Evaluated:
-        """Return the score without the center, which takes little memory."""
-        return dataclasses.replace(self, weights=None, buffers=None, non_trainable={})
 
 
 @dataclass(frozen=True)

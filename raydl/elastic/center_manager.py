@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raydl.config import TrainConfig
-from raydl.core.worker_group import Collected, Evaluated, Published, WorkerGroup
+from raydl.core.scores import Evaluated
+from raydl.core.worker_group import Collected, Published, WorkerGroup
 from raydl.elastic.generation import Generation
 from raydl.elastic.worker_registry import Copy
 from raydl.errors import StalledError
@@ -53,6 +54,7 @@ class CenterManager:
         """Whether it was restarted since the newest generation formed."""
         self.checkpoint_times = CheckpointTimes(config, clock())
         self._worker_group = worker_group
+        self._is_by_evaluator = not config.evaluation.is_by_workers
         self._clock = clock
         self._publishing: Copy | None = None
         self._not_to_score = -1
@@ -201,12 +203,12 @@ class CenterManager:
 
         A change of the workers and a restart of the center make a snapshot, too, which is scored
         only if it is the last one: the evaluator would take CPU time from workers that have just
-        lost some.
+        lost some. If the workers score, the evaluator does it only at the end, if they could not.
 
         Args:
             is_end: whether the training has ended.
         """
-        is_due = is_end or self.newest != self._not_to_score
+        is_due = is_end or (self._is_by_evaluator and self.newest != self._not_to_score)
         is_idle = self._evaluating == self._evaluated
         if is_due and is_idle and self.newest > self._evaluated:
             self._evaluating = self.newest

@@ -22,12 +22,12 @@ from raydl.core.membership import Membership
 from raydl.core.methods import Method
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.rules import Sends
+from raydl.core.scores import Evaluated
 from raydl.core.worker_group import (
     Busy,
     Changed,
     Collected,
     Draining,
-    Evaluated,
     Event,
     Failed,
     GaveUp,
@@ -322,7 +322,7 @@ class Controller:
                     f"hold the interpreter lock, or a large state is being sent; it counts as lost "
                     f"after {self._config.elastic.max_busy_s:g} s (elastic.max_busy_s)"
                 )
-            case Evaluated() if self._center_manager.note_score(event):
+            case Evaluated():
                 self._on_score(event)
             case Scoring(num_samples):
                 self._center_manager.note_scoring(num_samples)
@@ -375,6 +375,8 @@ class Controller:
             self._center_manager.is_lost = True
 
     def _on_score(self, evaluated: Evaluated) -> None:
+        if not self._center_manager.note_score(evaluated):
+            return
         self._recorder.evaluated(evaluated)
         try:
             self._listeners.note_score(evaluated.without_center())
@@ -399,6 +401,8 @@ class Controller:
 
     def _on_report(self, report: WorkerReport) -> None:
         self.worker_registry.note_report(report)
+        for score in report.scores:
+            self._on_score(score)
         run = self._run
         if run is None or not run.is_present(report.worker_id):
             return
@@ -420,6 +424,8 @@ class Controller:
         run = self._run
         if end.worker_id not in self.worker_registry:
             return
+        if end.score is not None:
+            self._on_score(end.score)
         if run and run.is_present(end.worker_id):
             if not run.note_end(end, self._clock()):
                 return  # it left an earlier generation

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from raydl.core.membership import Membership
 from raydl.core.reports import Record, WorkerReport
-from raydl.core.worker_group import Collected, Evaluated
+from raydl.core.scores import Evaluated
+from raydl.core.worker_group import Collected
 
 
 class State(enum.Enum):

@@ -28,8 +28,9 @@ from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.saved_state import SavedPlace, SavedState, unpack
+from raydl.core.scores import Evaluated
 from raydl.core.tensor_files import TensorFile
-from raydl.core.worker_group import Evaluated, Published, Refused, RunEnded
+from raydl.core.worker_group import Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.data.ledger import Span
 from raydl.elastic.center_endpoint import CenterEndpoint
@@ -323,6 +324,7 @@ class WorkerActor:
         train: Samples,
         prepare: Prepare,
         non_trainable: dict[str, np.ndarray],
+        test: Samples | None,
         saved: SavedPlace | None = None,
     ) -> tuple[Place, bool]:
         """Build the worker; return its place, and whether it has read ``saved``.
@@ -335,6 +337,7 @@ class WorkerActor:
             train: the training set.
             prepare: prepares samples for the model.
             non_trainable: the non-trainable state of the run's first model.
+            test: the test set, if the workers score the center.
             saved: the file of its own state in a checkpoint; None: there is none, or the driver
                 sends the state.
         """
@@ -362,6 +365,7 @@ class WorkerActor:
                 publish=self._publish,
                 before_step=self._injector.before_step if job.faults.faults else None,
                 non_trainable=non_trainable,
+                test=None if test is None else Batches(test, prepare),
             )
             self._own_state = None if saved is None else _load_saved(saved)
         except Exception as error:
@@ -445,6 +449,7 @@ class WorkerActor:
             ledger_round=worker.ledger_round,
             error=error if isinstance(error, NonFiniteError) else None,
             has_bad_copy=worker.has_bad_copy,
+            score=worker.last_score,
         )
 
     @ray.method(concurrency_group="control")

@@ -10,7 +10,7 @@ from ray import tune
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.core.callbacks import Callback
-from raydl.core.worker_group import Evaluated
+from raydl.core.scores import Evaluated
 from raydl.storage import Storage, below, open_filesystem
 
 _CPUS_OF_A_TRIAL = 0.01

@@ -301,6 +301,7 @@ class RayWorkerGroup:
             self._train,
             self._prepare,
             self._non_trainable,
+            self._test if self._job.config.evaluation.is_by_workers else None,
             own_state and own_state.place,
         )
         self._calls.expect(ref, worker_id, partial(self._on_set_up, worker_id, own_state))
@@ -604,7 +605,8 @@ class RayWorkerGroup:
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Form a generation."""
         self._members, self._newest_generation = membership.worker_ids, membership.generation
-        self._started_evaluator()  # not before: the start of the workers has priority
+        if not self._job.config.evaluation.is_by_workers:
+            self._started_evaluator()  # not before: the start of the workers has priority
         if self._job.method.is_sync:
             snapshot = self._center.begin.remote(membership.generation, round)
         else:  # a shard refuses workers that are not its members

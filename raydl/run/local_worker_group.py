@@ -70,6 +70,7 @@ class LocalWorkerGroup:
             batches=self._train,
             publish=self._snapshots.put,
             non_trainable=self._non_trainable,
+            test=self._test if self._job.config.evaluation.is_by_workers else None,
         )
         self._has_worker = True
         self._kept = snapshot
@@ -143,7 +144,10 @@ class LocalWorkerGroup:
         self._running = False
         round, generation = self._worker.copy_age[0], self._generation
         is_bad = self._worker.has_bad_copy
-        end = RunEnded("w0", outcome, round, generation, error=error, has_bad_copy=is_bad)
+        end = RunEnded(
+            "w0", outcome, round, generation,
+            error=error, has_bad_copy=is_bad, score=self._worker.last_score,
+        )  # fmt: skip
         self._events.append(end)
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:

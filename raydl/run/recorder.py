@@ -20,8 +20,9 @@ from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Record, WorkerReport
+from raydl.core.scores import Evaluated
 from raydl.core.stop_condition import StopCondition
-from raydl.core.worker_group import Collected, Evaluated
+from raydl.core.worker_group import Collected
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StorageSilentError

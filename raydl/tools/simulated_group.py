@@ -32,11 +32,11 @@ from raydl.core.methods import resolve
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.saved_state import SavedState
+from raydl.core.scores import Evaluated
 from raydl.core.worker_group import (
     Changed,
     Collected,
     Draining,
-    Evaluated,
     Event,
     HandedIn,
     Lost,

@@ -29,6 +29,7 @@ from raydl.core.replica import Replica, Stepped
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.rules import Sends
 from raydl.core.saved_state import pack
+from raydl.core.scores import Evaluated
 from raydl.core.strategy import WorkerContext
 from raydl.core.tensor_files import TensorFile
 from raydl.data import Batches
@@ -44,6 +45,7 @@ from raydl.errors import (
 )
 from raydl.metrics import TimeParts
 from raydl.parameter_server.protocol import CenterClient
+from raydl.worker.evaluator import Scorer
 from raydl.worker.round_runner import RoundRunner
 
 LAST = -1
@@ -90,6 +92,7 @@ class Worker:
         before_step: called before each local step.
         non_trainable: the non-trainable state of the run's first model; None: as the model is
             built.
+        test: the test set, if the workers score the center.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Worker:
         publish: Callable[[Snapshot], object],
         before_step: BeforeStep | None = None,
         non_trainable: NonTrainable | None = None,
+        test: Batches | None = None,
     ) -> None:
         self.worker_id = worker_id
         self._device = _device_of(job.config.scaling, worker_id)
@@ -113,6 +117,8 @@ class Worker:
         self._method = method = job.method
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
+            # Before the replica: to build a model seeds the generators that the replica draws from.
+            self._scorer = None if test is None else Scorer(job, test, non_trainable)
             flat = first_model(job, non_trainable, device=job.config.scaling.device)
             self.replica = Replica(
                 flat,
@@ -127,6 +133,9 @@ class Worker:
             )
         self.runner = RoundRunner(job, self.replica, time_parts=self.parts, worker_id=worker_id)
         self._lock = threading.Lock()
+        self._scores: tuple[Evaluated, ...] = ()
+        self.last_score: Evaluated | None = None
+        """Score of the run's last center, if the workers score it and this is the first of them."""
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
         self._copies = CopyBuffers()
@@ -235,12 +244,39 @@ class Worker:
                 # led to no checkpoint.
                 while len(self._kept) > self.runner.entered().place[1] + 2:
                     del self._kept[next(iter(self._kept))]
-        if decision.publishes:
+        if decision.publishes or decision.scores:
             with self.parts.measure("host_device_parameters"):
                 snapshot = self.runner.center(is_kept=keep is not None)
+        if decision.publishes:
             self._check_finite(snapshot)
             self._publish(snapshot)
+        if decision.scores:
+            self._score(snapshot, decision.outcome)
         return decision.outcome
+
+    def _score(self, snapshot: Snapshot, outcome: Outcome) -> None:
+        """Score the center together with the other workers.
+
+        Raises:
+            ExchangeError: if a worker was lost, and the training goes on.
+        """
+        if self._scorer is None:
+            return
+        self.stop_fetching()  # both sets may share an open file
+        rank, _ = self.runner.entered().place
+        try:
+            evaluated = self._scorer.score(
+                snapshot, rank, self.runner.gather, step_s=self.runner.step_s
+            )
+        except ExchangeError:
+            if outcome is Outcome.GO_ON:
+                raise
+            return  # the training is complete, and the evaluator scores its last center
+        if evaluated is not None and outcome is Outcome.GO_ON:
+            with self._lock:
+                self._scores += (evaluated,)
+        else:
+            self.last_score = evaluated
 
     def _take_steps(self) -> None:
         """Take the local steps of a round; none if the center has no work for this worker."""
@@ -355,6 +391,7 @@ class Worker:
         round = self.round  # read before the records, so that the round's record is among them
         with self._lock:
             kept = tuple(self._kept)
+            scores, self._scores = self._scores, ()
         runner = self.runner
         return WorkerReport(
             worker_id=self.worker_id,
@@ -369,6 +406,7 @@ class Worker:
             round_s=runner.round_s,
             waiting_s=self.parts.since("device_device_parameters"),
             allreduce=runner.allreduce_report(),
+            scores=scores,
             choice=runner.choice(),
             left_out=self._feed.left_out,
             is_starting=self._feed.is_starting,

@@ -379,6 +379,16 @@ class RoundRunner:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._sync.allreduce_report() if self._sync is not None else None
 
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return some bytes of each rank, by rank, between two rounds of a synchronous method.
+
+        Raises:
+            ExchangeError: if a worker did not answer.
+        """
+        assert self._sync is not None, "workers that exchange with the center have no group"
+        with self._parts.measure("device_device_parameters"):
+            return self._sync.gather(own)
+
     def choice(self) -> Choice | None:
         """Return the exchange tuning that this generation chose, or None."""
         return self._sync.choice if self._sync is not None else None

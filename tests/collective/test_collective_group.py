@@ -13,6 +13,7 @@ from raydl.collective import ray_collective as collective
 from raydl.collective.key_store import SECRET
 from raydl.collective.process_group import TorchGroup
 from raydl.collective.ray_collective import CenterStore, GroupAddress
+from raydl.collective.sync_exchange import gather_bytes
 from raydl.config.tls import TlsFiles
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 
@@ -191,6 +192,17 @@ def test_our_own_all_reduce_gives_the_same_sum_and_reports_its_algorithm(ranks, 
     for report in members.each(lambda group: group.report()):
         assert (report.generation, report.num_bytes) == (7, 20)
         assert report.algorithm == algorithm or "library" in report.tried
+
+
+@pytest.mark.parametrize("algorithm", ["library", "ring"])
+def test_each_member_ends_with_the_bytes_of_all_of_any_length(ranks, algorithm):
+    members = ranks(3).form_all(algorithm=algorithm)
+
+    def gathered(group):
+        own = bytes([250] * 3 * group._rank)
+        return gather_bytes(group, group._rank, own, round=1, device=torch.device("cpu"))
+
+    assert members.each(gathered) == [[b"", b"\xfa" * 3, b"\xfa" * 6]] * 3
 
 
 def test_each_member_knows_the_node_of_each_rank(ranks):

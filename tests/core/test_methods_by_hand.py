@@ -272,6 +272,11 @@ def test_a_name_that_is_not_a_rule_is_refused(name, sentence):
             "optimizer.clip_grad_norm must be None for sync-sgd in fragments or shards",
         ),
         (
+            "async-diloco",
+            {"evaluation": {"by": "workers"}},
+            "evaluation.by cannot be workers with async-diloco: its workers do not pause together",
+        ),
+        (
             "async-easgd",
             {"exchange": {"allreduce": "ring"}},
             "exchange.allreduce has no meaning for async-easgd",

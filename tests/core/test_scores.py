@@ -11,8 +11,7 @@ from raydl.config import EvaluationConfig, OptimizerConfig, TrainConfig, Trainin
 from raydl.core.callbacks import callbacks_of
 from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
-from raydl.core.scores import metric_of, score_of
-from raydl.core.worker_group import Evaluated
+from raydl.core.scores import Evaluated, metric_of, score_of
 from raydl.elastic.plateau import Plateau
 from raydl.errors import ConfigError
 from raydl.storage import Storage

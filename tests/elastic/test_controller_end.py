@@ -1,5 +1,7 @@
 """The end of a run, also if workers or the center are lost during it."""
 
+import dataclasses
+
 import pytest
 from controller_harness import BOTH, ControllerHarness, collected, report, scored
 
@@ -289,3 +291,43 @@ def test_a_result_that_will_not_arrive_is_logged_with_its_cause(task, sentence):
     harness = ControllerHarness(1).start("w0")
     harness.step(GaveUp(task, "it was killed"))
     assert harness.log_lines[-1] == sentence
+
+
+# scores by the workers
+
+
+def scoring():
+    """Return a harness whose workers train, and score the center."""
+    return ControllerHarness(scored_by="workers").start()
+
+
+def evaluations(calls):
+    return [call for call in calls if call[0] == "evaluate"]
+
+
+def test_the_evaluator_scores_no_center_during_the_training_if_the_workers_do():
+    harness = scoring()
+    calls = harness.step(Published((0, 2))) + harness.step(report("w0", 2, scores=(scored(2),)))
+    assert evaluations(calls + harness.step(Published((0, 2, 4)))) == []
+    assert [score.progress.round for score in harness.recorder.scores] == [2]
+
+
+def test_a_score_that_the_workers_report_twice_counts_once():
+    harness = scoring()
+    for _ in range(2):
+        harness.step(Published((0, 2)), report("w0", 2, scores=(scored(2),)))
+    assert len(harness.recorder.scores) == 1
+
+
+@pytest.mark.parametrize("has_score", [True, False])
+def test_the_last_center_is_scored_by_the_evaluator_only_if_the_workers_could_not(has_score):
+    harness = scoring()
+    first, second = harness.end("finished", 9, "w0", "w1")
+    first = dataclasses.replace(first, score=scored(9) if has_score else None)
+    calls = harness.step(first, second, Published((0, 9)))
+    calls += harness.step(report("w0", 9), report("w1", 9), collected(9))
+    assert evaluations(calls) == ([] if has_score else [("evaluate", 9)])
+    if not has_score:
+        harness.step(scored(9))
+    assert harness.state is State.DONE
+    assert len(harness.recorder.scores) == 1

@@ -8,11 +8,11 @@ from controller_harness import ControllerHarness, collected, report, scored, sna
 from raydl.core.callbacks import StopAtAccuracy
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
+from raydl.core.scores import Evaluated
 from raydl.core.worker_group import (
     Changed,
     Collected,
     Draining,
-    Evaluated,
     GaveUp,
     HandedIn,
     Lost,

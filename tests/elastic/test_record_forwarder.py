@@ -10,7 +10,7 @@ from recorders import record_at, report_of
 from snapshots import with_progress
 
 from raydl.core.progress import Progress
-from raydl.core.worker_group import Evaluated
+from raydl.core.scores import Evaluated
 from raydl.elastic.record_forwarder import RecordForwarder
 
 

@@ -1,7 +1,7 @@
 """Events of an evaluation with a given accuracy."""
 
 from raydl.core.progress import Progress
-from raydl.core.worker_group import Evaluated
+from raydl.core.scores import Evaluated
 
 
 def accuracy_of(value, round=1, **more):

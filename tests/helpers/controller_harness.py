@@ -6,6 +6,7 @@ import pytest
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
+    EvaluationConfig,
     MethodConfig,
     OptimizerConfig,
     ScalingConfig,
@@ -16,15 +17,8 @@ from raydl.core.center import Snapshot
 from raydl.core.methods import resolve
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
-from raydl.core.worker_group import (
-    Changed,
-    Collected,
-    Evaluated,
-    Published,
-    Reported,
-    RunEnded,
-    WorkerReady,
-)
+from raydl.core.scores import Evaluated
+from raydl.core.worker_group import Changed, Collected, Published, Reported, RunEnded, WorkerReady
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.faults import FaultPlan
@@ -143,6 +137,7 @@ class ControllerHarness:
         elastic = {"max_restarts": more.pop("max_restarts", 20), **more.pop("elastic", {})}
         callbacks = more.pop("callbacks", ())
         optimizer = more.pop("optimizer", OptimizerConfig())
+        evaluation = EvaluationConfig(by=more.pop("scored_by", "evaluator"))
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
         first_seconds = more.pop("first_seconds", 0.0)
         is_first_scored = more.pop("is_first_scored", True)
@@ -158,6 +153,7 @@ class ControllerHarness:
             checkpoint=CheckpointConfig(**{"every_s": None, **more}),
             elastic=ElasticConfig(**elastic),
             optimizer=optimizer,
+            evaluation=evaluation,
         )
         self.is_sync = is_sync
         self.controller = Controller(

@@ -81,6 +81,7 @@ class Ensemble:
                 batches=self.batches,
                 publish=self._publish,
                 non_trainable=non_trainable,
+                test=self.batches if self.config.evaluation.is_by_workers else None,
             )
             for i in range(self.num_workers)
         ]

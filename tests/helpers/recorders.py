@@ -13,7 +13,8 @@ from raydl.core.center import first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
 from raydl.core.reports import Record, WorkerReport
-from raydl.core.worker_group import Collected, Evaluated
+from raydl.core.scores import Evaluated
+from raydl.core.worker_group import Collected
 from raydl.data.loader import LeftOut
 from raydl.errors import CheckpointError
 from raydl.metrics import TAGS, TimeParts, tag_of

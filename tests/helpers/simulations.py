@@ -18,10 +18,10 @@ from raydl.config import (
 from raydl.core.methods import resolve
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, WorkerReport
+from raydl.core.scores import Evaluated
 from raydl.core.worker_group import (
     Collected,
     Draining,
-    Evaluated,
     GaveUp,
     HandedIn,
     Lost,

@@ -26,8 +26,8 @@ from raydl.config import (
 from raydl.core.callbacks import Listeners, Patience, StopAtAccuracy
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
-from raydl.core.scores import score_of
-from raydl.core.worker_group import Evaluated, Lost, Published
+from raydl.core.scores import Evaluated, score_of
+from raydl.core.worker_group import Lost, Published
 from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, RaydlError, ShapeError
 from raydl.run.control_channel import read_status

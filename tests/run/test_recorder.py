@@ -20,7 +20,7 @@ from raydl.core.autotune import Choice, ExchangeTuning
 from raydl.core.membership import Membership
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport
-from raydl.core.worker_group import Evaluated
+from raydl.core.scores import Evaluated
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError
 from raydl.metrics import TAGS, TimeParts, tag_of

@@ -16,7 +16,7 @@ import time
 from ipaddress import ip_address
 
 import pytest
-from clusters import cluster_environment
+from clusters import actor_pids, cluster_environment
 from processes import (
     command_of,
     descendants_of,
@@ -245,3 +245,19 @@ def test_a_loss_that_explodes_names_worker_and_step(cluster, tmp_path, capsys):
     assert re.search(r"error: the loss became \S+ at local step \d+ of worker w\d", error), error
     assert "lower optimizer.lr" in error
     assert "Traceback" not in error
+
+
+def test_workers_that_score_the_center_train_to_the_same_bits_without_an_evaluator(
+    whole, joined, four_cpus, tmp_path
+):
+    run = joined(tmp_path / "run", "--evaluation.by", "workers")
+    evaluators = set()
+    while run.process.poll() is None:
+        evaluators |= set(actor_pids(four_cpus, "EvaluatorActor"))
+        time.sleep(0.2)
+    assert run.wait() == 0, run.output
+    assert evaluators == set()
+    assert run.weights == whole.weights
+    assert run.result["center_accuracy"] == whole.result["center_accuracy"]
+    curve = read_run(str(run.path)).curve("center/accuracy")
+    assert len(curve) >= 55, "of 60 epochs"
