@@ -124,7 +124,8 @@ _TAGS = (
     ),
     Tag(
         "exchange/allreduce_predicted_s",
-        "Predicted seconds of the chosen all-reduce, from the measured network; not of torch's own.",
+        "Predicted seconds of the chosen all-reduce, from the measured network; not of torch's "
+        "own.",
     ),
     Tag(
         "exchange/allreduce_s",
