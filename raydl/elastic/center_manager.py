@@ -230,7 +230,8 @@ class CenterManager:
         self._scored.add(round)
         if len(self._scored) > _NUM_SCORED:  # at worst an old round is scored again
             self._scored.remove(min(self._scored))
-        self._evaluated = self._evaluating = round
+        self._evaluated = max(self._evaluated, round)  # an earlier score may arrive later
+        self._evaluating = self._evaluated
         return True
 
     def note_scoring(self, num_samples: int) -> None:

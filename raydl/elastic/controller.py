@@ -238,7 +238,7 @@ class Controller:
         # The start of the workers has priority over a score of the center that they start from.
         has_begun = self._run is not None or self.state is State.FINISHING
         if has_begun and self.outcome is not Outcome.STOPPED and self._failure.error is None:
-            self._center_manager.evaluate_newest(is_end=self.state is State.FINISHING)
+            self._evaluate()
         for worker_id in self._worker_pool.lose_stuck():
             self._stop_waiting_for(worker_id)
         self._worker_pool.release_draining()
@@ -256,6 +256,11 @@ class Controller:
         if self.state is State.DONE and self._failure.error is not None:
             raise self._failure.error
         return self.state is State.DONE
+
+    def _evaluate(self) -> None:
+        is_end = self.state is State.FINISHING
+        if not (is_end and self._run is not None and self._run.last_score is not None):
+            self._center_manager.evaluate_newest(is_end=is_end)
 
     def _enter(self, state: State) -> None:
         self.state, self._is_new_state = state, True
@@ -424,8 +429,6 @@ class Controller:
         run = self._run
         if end.worker_id not in self.worker_registry:
             return
-        if end.score is not None:
-            self._on_score(end.score)
         if run and run.is_present(end.worker_id):
             if not run.note_end(end, self._clock()):
                 return  # it left an earlier generation
@@ -683,6 +686,8 @@ class Controller:
         is_complete = run.has_final_reports() and not self._waits_for_files
         if not is_complete and self._silent_s <= _SILENCE_S:
             return
+        if run.last_score is not None:  # not before: earlier scores are in the reports
+            self._on_score(run.last_score)
         if self.lacks_score:
             why = self._why_no_score()
             if not why:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome, WorkerReport
+from raydl.core.scores import Evaluated
 from raydl.core.worker_group import RunEnded
 
 
@@ -148,6 +149,11 @@ class Generation:
         if not kept or len(kept) < len(self.present):
             return set()
         return {r for r in set.intersection(*kept) if r > self.voted_at_round}
+
+    @property
+    def last_score(self) -> Evaluated | None:
+        """The score of the run's last center, if the workers have scored it."""
+        return next((end.score for end in self.ended.values() if end.score is not None), None)
 
     def has_final_reports(self) -> bool:
         """Whether every ended member has reported up to its end."""

@@ -324,8 +324,8 @@ class WorkerActor:
         train: Samples,
         prepare: Prepare,
         non_trainable: dict[str, np.ndarray],
-        test: Samples | None,
         saved: SavedPlace | None = None,
+        test: Samples | None = None,
     ) -> tuple[Place, bool]:
         """Build the worker; return its place, and whether it has read ``saved``.
 
@@ -337,9 +337,9 @@ class WorkerActor:
             train: the training set.
             prepare: prepares samples for the model.
             non_trainable: the non-trainable state of the run's first model.
-            test: the test set, if the workers score the center.
             saved: the file of its own state in a checkpoint; None: there is none, or the driver
                 sends the state.
+            test: the test set, if the workers score the center.
         """
         self._job, node = job, node_here()
         self._partition = Partition()

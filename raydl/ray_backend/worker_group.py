@@ -301,8 +301,8 @@ class RayWorkerGroup:
             self._train,
             self._prepare,
             self._non_trainable,
-            self._test if self._job.config.evaluation.is_by_workers else None,
             own_state and own_state.place,
+            self._test if self._job.config.evaluation.is_by_workers else None,
         )
         self._calls.expect(ref, worker_id, partial(self._on_set_up, worker_id, own_state))
 

@@ -164,6 +164,7 @@ class Worker:
                 the worker owns its tensors from now on. None: no state, or it is in memory.
             partners: connects the workers that share this worker's replica, or None.
         """
+        self.last_score = None
         with self.parts.measure("initialization"):
             if self.runner.strategy is None:
                 self._start_from(snapshot, own_state)

@@ -331,3 +331,21 @@ def test_the_last_center_is_scored_by_the_evaluator_only_if_the_workers_could_no
         harness.step(scored(9))
     assert harness.state is State.DONE
     assert len(harness.recorder.scores) == 1
+
+
+def test_scores_that_arrive_after_the_end_of_the_loop_come_before_the_last_one():
+    harness = scoring()
+    first, second = harness.end("finished", 9, "w0", "w1")
+    harness.step(dataclasses.replace(first, score=scored(9)), second, Published((0, 9)))
+    harness.step(collected(9), report("w1", 9))
+    assert harness.state is State.FINISHING
+    calls = harness.step(report("w0", 9, scores=(scored(3), scored(6))))
+    assert [score.progress.round for score in harness.recorder.scores] == [3, 6, 9]
+    assert (harness.state, evaluations(calls)) == (State.DONE, [])
+
+
+def test_a_score_in_an_end_is_of_no_use_if_its_worker_is_lost():
+    harness = scoring()
+    first, second = harness.end("finished", 9, "w0", "w1")
+    harness.step(dataclasses.replace(first, score=scored(9)), second, Published((0, 9)))
+    assert evaluations(harness.step(Lost("w0", "the actor died"))) == [("evaluate", 9)]

@@ -11,7 +11,7 @@ import ray
 from clusters import BOUND_S
 from processes import stopped_processes
 
-from raydl.config import ElasticConfig, ExchangeConfig, ScalingConfig
+from raydl.config import ElasticConfig, ScalingConfig, TrainConfig
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Lost, Refused, RunEnded
 from raydl.elastic.heartbeat import Heartbeats
@@ -88,7 +88,7 @@ class OneWorker(RayWorkerGroup):
     """A worker group without a center that starts requested workers as in a run."""
 
     def __init__(self, patience_s):
-        self._job = SimpleNamespace(config=SimpleNamespace(
+        self._job = SimpleNamespace(config=TrainConfig(
             scaling=ScalingConfig(num_workers=1), elastic=ElasticConfig(max_busy_s=patience_s)
         ))  # fmt: skip
         self._home, self._polled_at = node_here(), time.monotonic() + 1e6
@@ -204,9 +204,7 @@ class StartingGroup(RayWorkerGroup):
 
     def __init__(self):
         self.now, self.killed = 0.0, []
-        self._job = SimpleNamespace(config=SimpleNamespace(
-            scaling=ScalingConfig(), elastic=ElasticConfig(), exchange=ExchangeConfig()
-        ))  # fmt: skip
+        self._job = SimpleNamespace(config=TrainConfig())
         self._home, self._runtime_env, self._threads = NODE, None, 1
         self._calls, self._heartbeats, self._liveness = Mock(), Heartbeats(10.0), Liveness()
         self._calls.wait.return_value = []

@@ -198,8 +198,8 @@ def trained(by, num_workers=2):
     return ensemble
 
 
-def test_workers_that_score_train_the_same_center_bit_by_bit():
-    scored, unscored = trained("workers"), trained("evaluator")
+def test_a_worker_that_scores_trains_the_same_center_bit_by_bit():
+    scored, unscored = (trained(by, num_workers=1) for by in ("workers", "evaluator"))
     assert np.array_equal(scored.newest.weights, unscored.newest.weights)
 
 
