@@ -347,7 +347,7 @@ class AllreduceProfiler:
         times.append(seconds)
         del times[:-_NUM_TIMES]
 
-    def choose(self, link: Link) -> None:
+    def agree(self, link: Link) -> None:
         """Choose the fastest algorithm once all have been tried, the same on every rank.
 
         All ranks call this after each of their sums. The time of a sum is that of the rank with
@@ -382,8 +382,7 @@ class AdaptiveAllreduce:
         link: reaches the other ranks.
         nodes: the node of each rank.
         algorithm: a name in ``ALGORITHMS``, or ``auto``: the fastest one for each size of message.
-        library: torch's own all-reduce between the same ranks, which ``auto`` tries, too; None: it
-            does not.
+        library: torch's own all-reduce between the same ranks; None: ``auto`` does not try it.
         generation: the membership, for the report.
 
     Raises:
@@ -423,7 +422,7 @@ class AdaptiveAllreduce:
         seconds = time.perf_counter() - start
         with self._lock:
             profiler.add(algorithm, seconds)
-        profiler.choose(self._reducer.link)
+        profiler.agree(self._reducer.link)
 
     def _profiler_of(self, num_bytes: int) -> AllreduceProfiler:
         with self._lock:

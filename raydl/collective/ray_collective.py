@@ -495,6 +495,13 @@ class CollectiveGroup:
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=0.0) from error
 
+    def raise_if_abandoned(self, *, round: int) -> None:
+        """Raise an ExchangeError if this member is to leave the group at once."""
+        try:
+            self._check_abandoned()
+        except RuntimeError as error:
+            raise self.explain(error, round=round, waited_s=0.0) from error
+
     def report(self) -> AllreduceReport | None:
         """Return how large messages are summed; None with torch's own, or before a choice."""
         return self.adaptive.report() if self.adaptive else None

@@ -65,6 +65,10 @@ class Group(Protocol):
         """Start to fill ``out``, shape [num_workers, n], with every ``tensor``, shape [n]."""
         ...
 
+    def raise_if_abandoned(self, *, round: int) -> None:
+        """Raise an ExchangeError if this member is to leave the group at once."""
+        ...
+
     def report(self) -> AllreduceReport | None:
         """Return how large messages are summed, or None if the group does not choose."""
         ...

@@ -159,6 +159,10 @@ class ExchangeProfiler:
         self._is_first = False
         return choice
 
+    def skip_round(self) -> None:
+        """Do not count the round in progress, in which the workers do something else, too."""
+        self._previous = None
+
     def _measured(self, round: int) -> Measured:
         """Return the step time of the slowest worker, and the shortest waiting time of any."""
         steps, waits = zip(*self._rounds[SKIPPED:], strict=True)
@@ -518,17 +522,19 @@ class SyncStrategy:
             outcome,
             keep=self._round if keeps else None,
             publishes=self._context.rank == 0 and (keeps or evaluates or is_over),
-            scores=self._scores(outcome, is_due=evaluates),
+            # Not before they regroup or stop: the node of one of them may end soon.
+            is_score_due=self._config.evaluation.is_by_workers
+            and (outcome is Outcome.FINISHED or (evaluates and outcome is Outcome.GO_ON)),
         )
 
-    def _scores(self, outcome: Outcome, *, is_due: bool) -> bool:
-        """Whether the workers score the center in a pause now; the same on all ranks.
+    def begin_score(self) -> None:
+        """Note that the workers pause to score the center; the round in progress is no measure."""
+        if self._profiler is not None:
+            self._profiler.skip_round()
 
-        Not when they leave: the node of one may end soon.
-        """
-        if not self._config.evaluation.is_by_workers:
-            return False
-        return outcome is Outcome.FINISHED or (is_due and outcome is Outcome.GO_ON)
+    def raise_if_abandoned(self) -> None:
+        """Raise an ExchangeError if this worker is to leave its generation at once."""
+        self._group.raise_if_abandoned(round=self._round)
 
     def gather(self, own: bytes) -> list[bytes]:
         """Return some bytes of each rank, by rank, between two rounds.

@@ -173,7 +173,7 @@ class ExchangeConfig:
     """Keep message and center on the device (EASGD2), not in host memory (synchronous methods)."""
     allreduce: str = field(default="library", metadata={"flag": "allreduce"})
     """All-reduce of the synchronous methods: library (torch's own), ring, recursive-doubling,
-    two-level, or auto (the fastest of them: the first exchanges try each in turn)."""
+    two-level, or auto (the fastest in the first exchanges, which try them in turn)."""
     compression: str = field(default="none", metadata={"flag": "compression"})
     """Codec of the messages: none, bf16, int8, or topk:SHARE, as in topk:0.01."""
     center_shards: int = field(default=1, metadata={"flag": "center-shards"})

@@ -115,7 +115,7 @@ class EvaluationConfig:
     """When to score the center on the test set, and which processes do it."""
 
     every_epochs: int = 1
-    """Epochs between two evaluations; the center of each checkpoint is scored, too."""
+    """Epochs between two evaluations; an evaluator scores the center of each checkpoint, too."""
     every_samples: int | None = None
     """Samples of all workers between two evaluations, instead of epochs."""
     num_samples: int | None = None

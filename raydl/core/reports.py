@@ -142,9 +142,11 @@ class WorkerReport:
     waiting_s: float = 0.0
     """Seconds that the worker has waited for an exchange until now; 0 while it computes."""
     allreduce: AllreduceReport | None = None
+    """All-reduce of the worker's group, if raydl chooses the algorithm."""
     scores: tuple[Evaluated, ...] = ()
     """New scores of the center, if the workers score it and go on."""
-    """All-reduce of the worker's group, if raydl chooses the algorithm."""
+    num_scored: int | None = None
+    """Test samples that the worker has scored in the present pause; None: it does not score."""
     choice: Choice | None = None
     """Exchange tuning that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT

@@ -56,7 +56,7 @@ class Decision:
     """Number under which to keep the state for a checkpoint, or None."""
     publishes: bool
     """Whether this worker publishes a snapshot of the center."""
-    scores: bool = False
+    is_score_due: bool = False
     """Whether all workers score the center together now."""
 
 

@@ -335,17 +335,20 @@ class WorkerRegistry:
         """Return how many seconds each member has waited for others; 0: it computes or is silent.
 
         A report of an earlier generation counts as 0. Its wait would make the members that have
-        reported this generation look late.
+        reported this generation look late. So does a wait for others that still score: a score
+        takes longer than a round.
         """
         waits = dict.fromkeys(worker_ids, 0.0)
         for worker_id in worker_ids:
             entry = self._entries[worker_id]
             is_silent = self._clock() - entry.reported_at > _SILENT_S
-            if entry.report and entry.report.generation == generation and not is_silent:
-                waits[worker_id] = entry.report.waiting_s
+            report = entry.report
+            is_of_now = report is not None and report.generation == generation and not is_silent
+            if report is not None and is_of_now and report.num_scored is None:
+                waits[worker_id] = report.waiting_s
         return waits
 
 
-def _place(report: WorkerReport) -> tuple[int, int, int]:
+def _place(report: WorkerReport) -> tuple[int, int, int, int | None]:
     """Return how far a worker has got; a change is progress."""
-    return report.generation, report.local_step, report.round
+    return report.generation, report.local_step, report.round, report.num_scored

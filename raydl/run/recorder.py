@@ -309,8 +309,8 @@ class RunRecorder:
         if now is None:
             return {}
         before, self._allreduce = self._allreduce, now
-        choice = (now.generation, now.algorithm)
-        if before is None or (before.generation, before.algorithm) != choice:
+        choice = (now.generation, now.algorithm, now.num_bytes)
+        if before is None or (before.generation, before.algorithm, before.num_bytes) != choice:
             self.event(_allreduce_sentence(now))
         values = {"exchange/allreduce_s": now.measured_s}
         if now.predicted_s is not None:

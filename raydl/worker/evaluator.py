@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from raydl.tasks import (
     predict,
 )
 from raydl.worker.examples import example_rows
+
+_LEAST_SHARE = 0.02
+"""Smallest share of a worker, as a part of the largest."""
 
 
 def score(task: Task, model: nn.Module, test: Batches, config: TrainConfig) -> dict[str, float]:
@@ -119,26 +122,33 @@ class Evaluator:
         self.num_scored = 0
         """Test samples scored so far, of the snapshot in progress."""
 
-    def _note(self, num_samples: int) -> None:
-        self.num_scored = num_samples
-
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot, and its predictions for the examples."""
         return self.evaluated(snapshot, [self.sums(snapshot)])
 
-    def sums(self, snapshot: Snapshot, share: tuple[float, float] = (0.0, 1.0)) -> MetricSums:
+    def sums(
+        self,
+        snapshot: Snapshot,
+        share: tuple[float, float] = (0.0, 1.0),
+        *,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> MetricSums:
         """Return the sums of the metrics of a snapshot over a share of the rows to score.
 
         Args:
             snapshot: the snapshot.
             share: begin and end of the share, 0..1.
+            before_batch: called before each batch.
         """
+
+        def note(num_samples: int) -> None:
+            self.num_scored = num_samples
+            before_batch()
+
         self._put(snapshot)
         begin, end = (round(bound * len(self._rows)) for bound in share)
-        rows = self._rows[begin:end]
-        return _sums(
-            self._job.task, self._flat.model, self._test, self._job.config, rows, self._note
-        )
+        task, config, rows = self._job.task, self._job.config, self._rows[begin:end]
+        return _sums(task, self._flat.model, self._test, config, rows, note)
 
     def evaluated(self, snapshot: Snapshot, parts: Sequence[MetricSums]) -> Evaluated:
         """Return the metrics of the snapshot that ``sums`` was called with last, and predictions.
@@ -187,59 +197,100 @@ class Evaluator:
         return True
 
 
+class Scorers(Protocol):
+    """The workers that score together, as one of them sees them."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(Rank, number of workers)."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of this worker's newest local step; 0: not known."""
+        ...
+
+    def begin_score(self) -> None:
+        """Begin a pause in which all workers score the center."""
+        ...
+
+    def raise_if_abandoned(self) -> None:
+        """Raise an ExchangeError if this worker is to leave the others at once."""
+        ...
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return some bytes of each rank, by rank; raise an ExchangeError if one is lost."""
+        ...
+
+
 class Scorer:
     """One of the workers that score the center together, each a share of the test set.
 
     The shares are in proportion to the speeds at which the workers scored before, or trained
-    before their first score, so that no worker waits long for the others.
+    before their first score, so that no worker waits long for the others. In a deterministic run
+    they are equal.
 
     Args:
         job: the run's job.
         test: the test set.
         non_trainable: as for ``Evaluator``.
+        clock: seconds, rising.
     """
 
-    def __init__(self, job: Job, test: Batches, non_trainable: NonTrainable | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        test: Batches,
+        non_trainable: NonTrainable | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         device = job.config.scaling.device
         self._evaluator = Evaluator(job, test, non_trainable, device=device)
+        self._has_equal_shares = job.config.training.deterministic
+        self._is_scoring = False
+        self._clock = clock
         self._speed = 0.0
         """Test samples per second, a mean in which the newest score counts half; 0: no score."""
 
-    def score(
-        self,
-        snapshot: Snapshot,
-        rank: int,
-        gather: Callable[[bytes], list[bytes]],
-        *,
-        step_s: float,
-    ) -> Evaluated | None:
+    @property
+    def num_scored(self) -> int | None:
+        """Samples scored so far in the present pause; None: there is none."""
+        return self._evaluator.num_scored if self._is_scoring else None
+
+    def score(self, snapshot: Snapshot, workers: Scorers) -> Evaluated | None:
         """Score a share of the test set; return the score of all shares on rank 0, else None.
 
         Args:
-            snapshot: the center, the same on all ranks.
-            rank: of this worker.
-            gather: exchanges bytes with the other ranks.
-            step_s: seconds of this worker's newest local step; 0: not known.
+            snapshot: the center, with the same weights on all ranks.
+            workers: all that score together.
 
         Raises:
-            ExchangeError: if a worker was lost.
+            ExchangeError: if a worker was lost, or this one is to leave.
             DataError: if no sample of the test set could be read.
         """
-        share = share_of(rank, self._speeds(gather, step_s))
-        start = time.perf_counter()
-        own = self._evaluator.sums(snapshot, share)
-        self._note_speed(own, time.perf_counter() - start)
-        parts = [MetricSums(**json.loads(part)) for part in gather(_encoded(vars(own)))]
-        return self._evaluator.evaluated(snapshot, parts) if rank == 0 else None
+        rank, _ = workers.place
+        self._evaluator.num_scored, self._is_scoring = 0, True
+        try:
+            workers.begin_score()
+            share = share_of(rank, self._speeds(workers))
+            start = self._clock()
+            own = self._evaluator.sums(snapshot, share, before_batch=workers.raise_if_abandoned)
+            self._note_speed(own, self._clock() - start)
+            parts = [MetricSums(**json.loads(part)) for part in workers.gather(_encoded(vars(own)))]
+            return self._evaluator.evaluated(snapshot, parts) if rank == 0 else None
+        finally:
+            self._is_scoring = False
 
-    def _speeds(self, gather: Callable[[bytes], list[bytes]], step_s: float) -> list[float]:
+    def _speeds(self, workers: Scorers) -> list[float]:
         """Return a speed of each worker; all have the same unit."""
+        step_s = workers.step_s
         own = {"scored": self._speed, "trained": 1.0 / step_s if step_s > 0.0 else 0.0}
-        all_speeds = [json.loads(speeds) for speeds in gather(_encoded(own))]
-        for unit in own:
+        all_speeds = [json.loads(speeds) for speeds in workers.gather(_encoded(own))]
+        for unit in own if not self._has_equal_shares else ():
             speeds = [speeds[unit] for speeds in all_speeds]
-            if min(speeds) > 0.0:
-                return speeds
+            if min(speeds) > 0.0:  # a share is never so small that no speed can be measured
+                return [max(speed, _LEAST_SHARE * max(speeds)) for speed in speeds]
         return [1.0] * len(all_speeds)
 
     def _note_speed(self, own: MetricSums, seconds: float) -> None:

@@ -103,6 +103,9 @@ class LocalMember:
         self._group.submit(self._rank, self._operation, tensor)
         return LocalWork(self._group, out, self._operation, round, is_sum=is_sum)
 
+    def raise_if_abandoned(self, *, round: int) -> None:
+        """Do nothing: no member is asked to leave."""
+
     def report(self) -> AllreduceReport | None:
         """Return None: there is one algorithm."""
         return None

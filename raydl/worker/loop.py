@@ -245,13 +245,13 @@ class Worker:
                 # led to no checkpoint.
                 while len(self._kept) > self.runner.entered().place[1] + 2:
                     del self._kept[next(iter(self._kept))]
-        if decision.publishes or decision.scores:
+        if decision.publishes or decision.is_score_due:
             with self.parts.measure("host_device_parameters"):
                 snapshot = self.runner.center(is_kept=keep is not None)
         if decision.publishes:
             self._check_finite(snapshot)
             self._publish(snapshot)
-        if decision.scores:
+        if decision.is_score_due:
             self._score(snapshot, decision.outcome)
         return decision.outcome
 
@@ -264,11 +264,8 @@ class Worker:
         if self._scorer is None:
             return
         self.stop_fetching()  # both sets may share an open file
-        rank, _ = self.runner.entered().place
         try:
-            evaluated = self._scorer.score(
-                snapshot, rank, self.runner.gather, step_s=self.runner.step_s
-            )
+            evaluated = self._scorer.score(snapshot, self.runner)
         except ExchangeError:
             if outcome is Outcome.GO_ON:
                 raise
@@ -393,6 +390,7 @@ class Worker:
         with self._lock:
             kept = tuple(self._kept)
             scores, self._scores = self._scores, ()
+        num_scored = self._scorer.num_scored if self._scorer is not None else None
         runner = self.runner
         return WorkerReport(
             worker_id=self.worker_id,
@@ -408,6 +406,7 @@ class Worker:
             waiting_s=self.parts.since("device_device_parameters"),
             allreduce=runner.allreduce_report(),
             scores=scores,
+            num_scored=num_scored,
             choice=runner.choice(),
             left_out=self._feed.left_out,
             is_starting=self._feed.is_starting,

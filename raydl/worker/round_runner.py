@@ -379,15 +379,33 @@ class RoundRunner:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._sync.allreduce_report() if self._sync is not None else None
 
+    # between two rounds of a synchronous method
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This worker's (rank, number of workers)."""
+        return self.entered().place
+
+    def begin_score(self) -> None:
+        """Begin a pause in which all workers score the center."""
+        self._group().begin_score()
+
+    def raise_if_abandoned(self) -> None:
+        """Raise an ExchangeError if this worker is to leave its generation at once."""
+        self._group().raise_if_abandoned()
+
     def gather(self, own: bytes) -> list[bytes]:
-        """Return some bytes of each rank, by rank, between two rounds of a synchronous method.
+        """Return some bytes of each rank, by rank.
 
         Raises:
             ExchangeError: if a worker did not answer.
         """
-        assert self._sync is not None, "workers that exchange with the center have no group"
         with self._parts.measure("device_device_parameters"):
-            return self._sync.gather(own)
+            return self._group().gather(own)
+
+    def _group(self) -> SyncStrategy:
+        assert self._sync is not None, "workers that exchange with the center have no group"
+        return self._sync
 
     def choice(self) -> Choice | None:
         """Return the exchange tuning that this generation chose, or None."""

@@ -373,7 +373,7 @@ def profiled(num_workers, times):
             for _ in range(3):
                 algorithm = profiler.next_algorithm()
                 profiler.add(algorithm, times(rank, algorithm, index))
-                profiler.choose(links[rank])
+                profiler.agree(links[rank])
         return profiler
 
     return without_errors(run_ranks(num_workers, act))
@@ -412,7 +412,7 @@ def test_before_the_choice_each_algorithm_is_tried_in_turn():
 def test_a_single_algorithm_is_chosen_without_a_message():
     profiler = AllreduceProfiler(["ring"])
     profiler.add("ring", 2.0)
-    profiler.choose(None)
+    profiler.agree(None)
     assert (profiler.chosen, profiler.tried, profiler.measured_s) == ("ring", {}, 2.0)
 
 

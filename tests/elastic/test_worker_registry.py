@@ -300,6 +300,7 @@ def test_a_step_may_take_longer_while_processes_start_that_read_its_samples():
         {"local_step": 6},
         {"local_step": 5, "round": 1},
         {"local_step": 5, "waiting_s": 0.1},  # the others are late, or stuck
+        {"local_step": 5, "num_scored": 128},
     ],
 )
 def test_a_worker_that_makes_progress_or_waits_is_not_stuck(news):
@@ -399,3 +400,12 @@ def test_a_report_of_a_removed_worker_has_no_effect():
     harness = RegistryHarness("w0")
     harness.report("w9", waiting_s=2.0)
     assert "w9" not in harness.registry
+
+
+def test_a_wait_for_others_that_still_score_does_not_make_them_late():
+    harness = RegistryHarness("w0", "w1")
+    harness.report("w0", waiting_s=9.0, num_scored=5_000)
+    harness.report("w1", num_scored=128)
+    assert harness.waiting_s("w0", "w1") == {"w0": 0.0, "w1": 0.0}
+    harness.report("w0", waiting_s=9.0)
+    assert harness.waiting_s("w0", "w1") == {"w0": 9.0, "w1": 0.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,8 +54,11 @@ class Ensemble:
         images: Samples | None = None,
         model: Callable[..., torch.nn.Module] = linear,
         task: Any = None,
+        tests: Sequence[Batches] = (),
         has_neighbours: bool = False,
     ) -> None:
+        self.tests = tests
+        """The test set of each worker; by default all have the training set."""
         self.node = HERE if has_neighbours else None
         self.images = images or tiny_images()
         self.config, self.num_workers = config, num_workers
@@ -81,10 +84,15 @@ class Ensemble:
                 batches=self.batches,
                 publish=self._publish,
                 non_trainable=non_trainable,
-                test=self.batches if self.config.evaluation.is_by_workers else None,
+                test=self._test_of(i),
             )
             for i in range(self.num_workers)
         ]
+
+    def _test_of(self, rank: int) -> Batches | None:
+        if not self.config.evaluation.is_by_workers:
+            return None
+        return self.tests[rank] if self.tests else self.batches
 
     def _publish(self, snapshot: Snapshot) -> None:
         self.published[snapshot.progress.round] = snapshot
@@ -95,7 +103,7 @@ class Ensemble:
         """Join all workers to a generation."""
         snapshot = snapshot or self.first
         membership = Membership(1, tuple(w.worker_id for w in self.workers))
-        group = LocalGroup(len(self.workers), timeout_s=30.0)
+        self.group = group = LocalGroup(len(self.workers), timeout_s=30.0)
         size = self.config.method.group_size
         shared = [LocalGroup(size, timeout_s=30.0) for _ in range(self.num_workers // size)]
 

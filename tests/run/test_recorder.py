@@ -199,7 +199,7 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert {p["exchange/refused"] for _, p in memory.points if "exchange/refused" in p} == {3}
 
 
-def test_the_choice_of_an_all_reduce_is_told_with_all_that_was_tried():
+def test_the_choice_of_an_all_reduce_is_logged_with_all_that_was_tried():
     recorder, memory = make(Store())
     tried = {"library": 0.0005, "ring": 0.002, "two-level": 0.001}
     library = AllreduceReport(1, "library", 1000, None, 0.0004, tried)

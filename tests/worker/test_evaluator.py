@@ -2,13 +2,13 @@
 
 import itertools
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from ensembles import Ensemble
+from ensembles import Ensemble, tiny_images
 
 from raydl.config import EvaluationConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.core.reports import Outcome
@@ -68,33 +68,44 @@ def test_a_number_below_one_is_refused():
 # scores by the workers
 
 
-class Gather:
-    """Exchanges bytes among threads, by rank."""
+class Colleagues:
+    """Workers that score together, as the one of a rank sees them; all have one barrier."""
 
-    def __init__(self, num_workers):
-        self._barrier = threading.Barrier(num_workers, timeout=30.0)
-        self._own = [b""] * num_workers
+    def __init__(self, rank, gathered, barrier, *, step_s=0.0):
+        self.place, self.step_s = (rank, len(gathered)), step_s
+        self._gathered, self._barrier = gathered, barrier
 
-    def of(self, rank):
-        def gather(own):
-            self._own[rank] = own
-            self._barrier.wait()
-            gathered = list(self._own)
-            self._barrier.wait()
-            return gathered
+    def begin_score(self):
+        pass
 
-        return gather
+    def raise_if_abandoned(self):
+        pass
+
+    def gather(self, own):
+        self._gathered[self.place[0]] = own
+        self._barrier.wait()
+        gathered = list(self._gathered)
+        self._barrier.wait()
+        return gathered
+
+
+def colleagues(steps_s):
+    """Return the view of each of some workers, with these seconds of a step."""
+    gathered, barrier = [b""] * len(steps_s), threading.Barrier(len(steps_s), timeout=30.0)
+    return [
+        Colleagues(rank, gathered, barrier, step_s=step_s) for rank, step_s in enumerate(steps_s)
+    ]
 
 
 class SlowBatches(RowRecorder):
-    """Batches of which each sample takes some seconds."""
+    """Batches of which each sample takes some seconds by its own clock."""
 
     def __init__(self, batches, sample_s):
         super().__init__(batches)
-        self.sample_s = sample_s
+        self.sample_s, self.now = sample_s, 0.0
 
     def batch(self, rows):
-        time.sleep(self.sample_s * len(rows))
+        self.now += self.sample_s * len(rows)
         return super().batch(rows)
 
 
@@ -103,20 +114,23 @@ def job_scored_by_workers(**more):
     return Ensemble(TrainConfig(evaluation=evaluation, **more), num_workers=1)
 
 
+def score_at_once(ensemble, scorers, workers):
+    """Return what each scorer returns; all score at the same time."""
+    with ThreadPoolExecutor(len(scorers)) as pool:
+        pairs = zip(scorers, workers, strict=True)
+        each = [pool.submit(scorer.score, ensemble.first, worker) for scorer, worker in pairs]
+        return [scored.result(30.0) for scored in each]
+
+
 def scored_together(ensemble, tests, *, times=1, steps_s=None):
     """Return the last score of each worker; each has its own test set, and seconds of a step."""
-    scorers = [Scorer(ensemble.job, test) for test in tests]
-    gather = Gather(len(tests))
-
-    def score(rank):
-        step_s = steps_s[rank] if steps_s else 0.0
-        for _ in range(times):
-            tests[rank].rows.clear()
-            found = scorers[rank].score(ensemble.first, rank, gather.of(rank), step_s=step_s)
-        return found
-
-    with ThreadPoolExecutor(len(tests)) as pool:
-        return list(pool.map(score, range(len(tests))))
+    scorers = [Scorer(ensemble.job, t, clock=lambda t=t: getattr(t, "now", 0.0)) for t in tests]
+    workers = colleagues(steps_s or [0.0] * len(tests))
+    for _ in range(times):
+        for test in tests:
+            test.rows.clear()
+        found = score_at_once(ensemble, scorers, workers)
+    return found
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 30])
@@ -155,22 +169,58 @@ def test_before_the_first_score_the_shares_follow_the_speed_of_the_training():
 
 def test_later_shares_follow_the_speed_of_earlier_scores():
     ensemble = job_scored_by_workers()
-    tests = [SlowBatches(ensemble.batches, sample_s) for sample_s in (0.001, 0.004)]
-    scored_together(ensemble, tests, times=3, steps_s=[0.03, 0.01])
-    assert number_scored(tests[1]) < 9, "the speed of the training would give it 18 of 24"
+    tests = [SlowBatches(ensemble.batches, sample_s) for sample_s in (1.0, 3.0)]
+    scored_together(ensemble, tests, times=2, steps_s=[0.03, 0.01])
+    assert number_scored(tests[1]) == 6, "the speed of the training would give it 18 of 24"
+
+
+def test_shares_are_equal_in_a_deterministic_run():
+    ensemble = job_scored_by_workers(training=TrainingConfig(deterministic=True))
+    tests = [SlowBatches(ensemble.batches, sample_s) for sample_s in (1.0, 3.0)]
+    scored_together(ensemble, tests, times=2, steps_s=[0.03, 0.01])
+    assert number_scored(tests[1]) == 12
+
+
+def test_no_share_is_so_small_that_its_speed_is_never_measured_again():
+    ensemble = Ensemble(
+        TrainConfig(evaluation=EvaluationConfig(by="workers")),
+        num_workers=1,
+        images=tiny_images(200),
+    )
+    tests = [SlowBatches(ensemble.batches, sample_s) for sample_s in (1.0, 1e6)]
+    scored_together(ensemble, tests, times=4)
+    assert number_scored(tests[1]) == 4
 
 
 def test_a_newcomer_that_has_not_scored_gets_a_share_by_the_speed_of_the_training():
     ensemble = job_scored_by_workers()
     tests = [RowRecorder(ensemble.batches) for _ in range(2)]
-    gather = Gather(2)
-    old, new = (Scorer(ensemble.job, test) for test in tests)
-    old.score(ensemble.first, 0, lambda own: [own], step_s=0.01)
-    tests[0].rows.clear()
-    with ThreadPoolExecutor(2) as pool:
-        for scorer, rank in ((old, 0), (new, 1)):
-            pool.submit(scorer.score, ensemble.first, rank, gather.of(rank), step_s=0.01)
+    scorers = [Scorer(ensemble.job, test) for test in tests]
+    scorers[0].score(ensemble.first, *colleagues([0.01]))
+    score_at_once(ensemble, scorers, colleagues([0.01, 0.01]))
     assert number_scored(tests[1]) == 12
+
+
+def test_a_worker_of_an_abandoned_generation_leaves_before_its_next_batch():
+    ensemble = job_scored_by_workers()
+    test = RowRecorder(ensemble.batches)
+    scorer, [worker] = Scorer(ensemble.job, test), colleagues([0.0])
+    error = ExchangeError(3, 1, "its generation was abandoned")
+    worker.raise_if_abandoned = Mock(side_effect=[None, error])
+    with pytest.raises(ExchangeError, match="abandoned"):
+        scorer.score(ensemble.first, worker)
+    assert test.rows == [[0, 1, 2, 3]]
+
+
+def test_a_worker_counts_the_samples_that_it_has_scored_while_it_scores():
+    ensemble = job_scored_by_workers()
+    test, counts = RowRecorder(ensemble.batches), []
+    scorer, [worker] = Scorer(ensemble.job, test), colleagues([0.0])
+    worker.raise_if_abandoned = lambda: counts.append(scorer.num_scored)
+    assert scorer.num_scored is None
+    scorer.score(ensemble.first, worker)
+    assert counts == [0, 4, 8, 12, 16, 20]
+    assert scorer.num_scored is None
 
 
 def test_a_test_set_of_which_no_part_can_be_read_is_an_error():
@@ -220,21 +270,32 @@ def test_no_score_is_reported_if_the_evaluator_scores():
     assert (first.report().scores, first.last_score) == ((), None)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.GO_ON, Outcome.FINISHED])
-def test_a_worker_lost_during_a_score_ends_the_generation_unless_the_training_is_complete(
-    outcome, monkeypatch
-):
-    ensemble = trained("workers", num_workers=1)
-    worker = ensemble.workers[0]
-    worker.last_score = None
+class LeavingBatches(Batches):
+    """A test set at whose first batch the worker of rank 1 leaves its group."""
 
-    def fail(own):
-        raise ExchangeError(3, 1, "rank 1 left the group")
+    ensemble = None
 
-    monkeypatch.setattr(worker.runner, "gather", fail)
-    if outcome is Outcome.GO_ON:
-        with pytest.raises(ExchangeError):
-            worker._score(ensemble.newest, outcome)
+    def batch(self, rows):
+        self.ensemble.group.remove_member(1)
+        raise OSError("the machine is gone")
+
+
+@pytest.mark.parametrize("period", [2, 6], ids=["during the training", "at its end"])
+def test_a_worker_lost_during_a_score_ends_the_generation_unless_the_training_is_complete(period):
+    config = TrainConfig(
+        method=MethodConfig(name="sync-easgd", period=period),
+        training=TrainingConfig(epochs=1, batch_size=2),
+        evaluation=EvaluationConfig(by="workers", every_samples=8),
+    )
+    plain = Ensemble(config, num_workers=0).batches
+    lost = LeavingBatches(plain.samples, plain.prepare)
+    ensemble = lost.ensemble = Ensemble(config, num_workers=2, tests=[plain, lost]).join()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(worker.run_round) for worker in ensemble.workers)
+    assert isinstance(second.exception(), OSError)
+    if period == 2:
+        with pytest.raises(ExchangeError, match="rank 1 left the group"):
+            first.result()
     else:
-        worker._score(ensemble.newest, outcome)
-    assert worker.last_score is None
+        assert first.result() is Outcome.FINISHED
+    assert ensemble.workers[0].last_score is None
