@@ -207,6 +207,20 @@ def test_shortened_rounds_are_not_measured():
     assert profiler.next(PLAIN, num_steps=10, round=99) is not None
 
 
+def test_rounds_with_a_pause_for_a_score_are_not_measured():
+    clock = RoundClock()
+    profiler = clock.profiler(LocalGroup(1, timeout_s=1.0).member(0))
+    for number in range(20):
+        clock.round(PLAIN, 1.0)
+        profiler.skip_round()
+        assert profiler.next(PLAIN, num_steps=10, round=number) is None
+    for number in range(SKIPPED + COUNTED - 1):
+        clock.round(PLAIN, 1.0)
+        assert profiler.next(PLAIN, num_steps=10, round=number) is None
+    clock.round(PLAIN, 1.0)
+    assert profiler.next(PLAIN, num_steps=10, round=99) is not None
+
+
 # in a run
 
 
