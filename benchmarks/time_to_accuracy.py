@@ -1,4 +1,4 @@
-"""Measures the time to 99.0% on MNIST with two workers, for each method of raydl and Ray Train.
+"""Measures the time to 99.0% on MNIST with two workers, for raydl's methods and two peers.
 
 Command:   python -m benchmarks.time_to_accuracy    (--quick: 97%, two cases, one seed)
 
@@ -8,18 +8,19 @@ cosine to 0 at their end; no case trains longer. The test set is evaluated every
 the first evaluation that reaches the accuracy ends the run.
 
 The time is wall-clock time from the first step to the moment when the evaluated weights existed.
-Earlier evaluations cost both sides time: raydl's evaluator takes CPU from the workers, and the
+Earlier evaluations cost both sides time: raydl's evaluator takes CPU from the workers, and a
 peer's two ranks pause and evaluate one half each. The last evaluation costs neither side time.
 raydl skips an evaluation while its evaluator is busy, and may then detect the accuracy late. The
 clock of both sides starts when their workers have formed the group, just before the first step. The
-table also has the peer's time without its evaluations.
+table also has the peers' time without their evaluations.
 
-The peer is DistributedDataParallel in Ray Train's TorchTrainer. Its learning rate and momentum are
-the best of ten, chosen first with one seed: those that need the fewest samples (with torchrun,
-which computes the same); the quick form takes one of them. raydl's are its defaults. With
-``--tuned`` the named methods run at the best of the same ten as well, chosen in the same way, as
-further cases (sync-easgd by default; none in the quick form); the peer's time is then also given
-over theirs. ``--also`` measures sync-easgd with further settings beside the defaults.
+The peers are DistributedDataParallel, started by torchrun, and in Ray Train's TorchTrainer, which
+computes the same. Their learning rate and momentum are the best of ten, chosen first with one seed:
+those that need the fewest samples, with torchrun; the quick form takes one of them and runs Ray
+Train alone. raydl's are its defaults. With ``--tuned`` the named methods run at the best of the
+same ten as well, chosen in the same way, as further cases (sync-easgd by default; none in the quick
+form); the peers' time is then also given over theirs. ``--also`` measures sync-easgd with further
+settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
 had; ratios to it are lower bounds. A case of which a run crashes has no figures. The full form
@@ -43,7 +44,9 @@ from benchmarks.runs import BOUND_S, Trained, Workplace, workplace
 from raydl.core.methods import METHODS
 
 NUM_WORKERS = 2
-OURS, ALSO, PEER, TIED = "sync-easgd", "also", "Ray Train", "hogwild-easgd"
+OURS, ALSO, TIED = "sync-easgd", "also", "hogwild-easgd"
+RAY_TRAIN, DDP = "Ray Train", "torchrun DDP"
+PEERS = (RAY_TRAIN, DDP)
 TUNED = " tuned"
 """Suffix of the name of a method whose learning rate and momentum were chosen."""
 OVER_PEER = 1.3
@@ -157,13 +160,16 @@ def best_rate(name: str, train: Callable[[Rate], Reached], rates: Sequence[Rate]
     return min(rates, key=cost)
 
 
-def train_peer(place: Workplace, data: str, plan: Plan, rate: Rate) -> Reached:
-    """Train the peer by torchrun with the first seed.
+def train_peer(
+    place: Workplace, data: str, plan: Plan, rate: Rate, *, peer: str = DDP, seed: int = 0
+) -> Reached:
+    """Train a peer, by torchrun unless another one is named.
 
     Raises:
         RunError: if the run fails or times out.
     """
-    run = place.ddp(*_peer_arguments(data, plan, rate, seed=0), num_workers=NUM_WORKERS)
+    program = {DDP: place.ddp, RAY_TRAIN: place.ray_train}[peer]
+    run = program(*_peer_arguments(data, plan, rate, seed=seed), num_workers=NUM_WORKERS)
     return reached_by_peer(run, accuracy=plan.accuracy)
 
 
@@ -197,7 +203,12 @@ def _peer_arguments(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[st
 
 
 def cases_of(
-    place: Workplace, data: str, plan: Plan, rate: Rate, methods: Mapping[str, Sequence[str]]
+    place: Workplace,
+    data: str,
+    plan: Plan,
+    rate: Rate,
+    methods: Mapping[str, Sequence[str]],
+    peers: Sequence[str],
 ) -> dict[str, Callable[[], Reached]]:
     """Return functions that run a case with the next seed at each call, by name.
 
@@ -205,8 +216,9 @@ def cases_of(
         place: workplace of the runs.
         data: path of the data set.
         plan: settings that all cases share.
-        rate: learning rate of the peer.
+        rate: learning rate of the peers.
         methods: options of each case of raydl, by name.
+        peers: names of the peers to run.
     """
 
     def raydl(name: str, seeds: Callable[[], int]) -> Reached:
@@ -217,16 +229,14 @@ def cases_of(
                 raise
             return failed(name, error)
 
-    def ray_train(seeds: Callable[[], int]) -> Reached:
-        arguments = _peer_arguments(data, plan, rate, seed=seeds())
+    def other(peer: str, seeds: Callable[[], int]) -> Reached:
         try:
-            run = place.ray_train(*arguments, num_workers=NUM_WORKERS)
+            return train_peer(place, data, plan, rate, peer=peer, seed=seeds())
         except RunError as error:
-            return failed(PEER, error)
-        return reached_by_peer(run, accuracy=plan.accuracy)
+            return failed(peer, error)
 
     ours = {name: partial(raydl, name, itertools.count().__next__) for name in methods}
-    return {**ours, PEER: partial(ray_train, itertools.count().__next__)}
+    return {**ours, **{peer: partial(other, peer, itertools.count().__next__) for peer in peers}}
 
 
 def failed(method: str, error: RunError) -> Reached:
@@ -253,7 +263,7 @@ def without_crashes(
 def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
     """Add the table and the figures to a report."""
     report.add_table(
-        ("case", "seconds", "without the peer's scores", "samples", "reached", "best score"),
+        ("case", "seconds", "without a peer's scores", "samples", "reached", "best score"),
         [(name, *_row(runs)) for name, runs in cases.items()],
     )
     cases = without_crashes(report, cases)
@@ -265,25 +275,31 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
         report.add_figures(seconds_of("time_to_accuracy", name, [run.seconds for run in runs]))
         if name == OURS:
             continue
-        target = {PEER: OVER_PEER, TIED: TIE, ALSO: None}.get(name, 1.0)
+        target = {**dict.fromkeys(PEERS, OVER_PEER), TIED: TIE, ALSO: None}.get(name, 1.0)
         if name.endswith(TUNED):
             target = None
         value = ratios([run.seconds for run in runs], ours)
-        figure = f"time_to_accuracy.{name.lower().replace(' ', '-')}_over_{OURS}"
+        figure = f"time_to_accuracy.{_in_figures(name)}_over_{OURS}"
         report.add_figures(
             Figure(name=figure, value=Spread(0.0, 0.0, 0.0) if has_missed else value, target=target)
         )
-        if name.endswith(TUNED) and PEER in cases:
-            peer = ratios([run.seconds for run in cases[PEER]], [run.seconds for run in runs])
-            target = OVER_PEER if name == f"{OURS}{TUNED}" else None
-            figure = f"time_to_accuracy.ray-train_over_{name.replace(' ', '-')}"
-            report.add_figures(Figure(name=figure, value=peer, target=target))
+        for peer in PEERS if name.endswith(TUNED) else ():
+            if peer in cases:
+                over = ratios([run.seconds for run in cases[peer]], [run.seconds for run in runs])
+                target = OVER_PEER if name == f"{OURS}{TUNED}" else None
+                figure = f"time_to_accuracy.{_in_figures(peer)}_over_{_in_figures(name)}"
+                report.add_figures(Figure(name=figure, value=over, target=target))
 
 
 def seconds_of(benchmark: str, case: str, seconds: Sequence[float]) -> Figure:
     """Return the figure of the seconds to the accuracy."""
-    name = f"{benchmark}.{case.lower().replace(' ', '-')}.seconds"
+    name = f"{benchmark}.{_in_figures(case)}.seconds"
     return Figure(name=name, value=Spread.of(seconds), is_better="less")
+
+
+def _in_figures(case: str) -> str:
+    """Return the name of a case as names of figures have it."""
+    return case.lower().replace(" ", "-")
 
 
 def _row(runs: Sequence[Reached]) -> tuple[str, ...]:
@@ -329,20 +345,21 @@ def main() -> None:
     methods: dict[str, tuple[str, ...]] = {name: ("--method", name) for name in names}
     if options.also:
         methods[ALSO] = (*methods[OURS], *shlex.split(options.also))
+    peers = (RAY_TRAIN,) if options.quick else PEERS
     report = Report.of_command("time_to_accuracy", options)
     with workplace() as place:
         data = place.arrays(options.data)
         train = partial(train_peer, place, data, plan)
-        rate = _QUICK_RATE if options.quick else best_rate(PEER, train, RATES)
+        rate = _QUICK_RATE if options.quick else best_rate(DDP, train, RATES)
         for method in tuned:
             name, chosen = f"{method}{TUNED}", tuned_arguments(place, data, plan, method)
             methods[name] = chosen
             report.add_text(f"{name}: {' '.join(chosen)}")
-        cases = cases_of(place, data, plan, rate, methods)
+        cases = cases_of(place, data, plan, rate, methods, peers)
         results = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
     report.add_text(
         f"{plan.accuracy:.1%} on the test set, evaluated every {plan.scored_every:,} samples of at "
-        f"most {plan.samples:,}; {PEER} at a learning rate of {rate}."
+        f"most {plan.samples:,}; {' and '.join(peers)} at a learning rate of {rate}."
     )
     add_results(report, results)
     report.close(options.out)

@@ -1,5 +1,6 @@
 import argparse
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -25,7 +26,8 @@ from benchmarks.programs import RunError, TimeOutError
 from benchmarks.quotas import may_throttle, throttled
 from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import (
-    PEER,
+    DDP,
+    RAY_TRAIN,
     Reached,
     add_results,
     failed,
@@ -206,14 +208,17 @@ def test_a_case_that_crashes_has_no_figures_and_one_that_is_too_slow_counts_with
     cases = {
         "sync-easgd": [reached],
         "async-easgd": [failed("async-easgd", RunError("port in use"))],
-        PEER: [failed(PEER, TimeOutError("took over 300 s"))],
+        RAY_TRAIN: [failed(RAY_TRAIN, TimeOutError("took over 300 s"))],
+        DDP: [dataclasses.replace(reached, seconds=30.0)],
     }
     report = Report("time_to_accuracy", "", is_quick=False)
     add_results(report, cases)
     assert [figure.name.partition(".")[2] for figure in report.figures] == [
-        "sync-easgd.seconds", "ray-train.seconds", "ray-train_over_sync-easgd"
+        "sync-easgd.seconds", "ray-train.seconds", "ray-train_over_sync-easgd",
+        "torchrun-ddp.seconds", "torchrun-ddp_over_sync-easgd",
     ]  # fmt: skip
-    assert report.figures[-1].value.median == 300.0 / 20.0
+    assert report.figures[2].value.median == 300.0 / 20.0
+    assert report.figures[4].value.median == 30.0 / 20.0
     assert "without figures: async-easgd." in capsys.readouterr().out
 
 
