@@ -522,10 +522,23 @@ class SyncStrategy:
             outcome,
             keep=self._round if keeps else None,
             publishes=self._context.rank == 0 and (keeps or evaluates or is_over),
-            # Not before they regroup or stop: the node of one of them may end soon.
-            is_score_due=self._config.evaluation.is_by_workers
-            and (outcome is Outcome.FINISHED or (evaluates and outcome is Outcome.GO_ON)),
+            is_score_due=self._is_score_due(outcome, evaluates=evaluates, votes=sums.score),
         )
+
+    def _is_score_due(self, outcome: Outcome, *, evaluates: bool, votes: float) -> bool:
+        """Whether the workers score the center now.
+
+        Not before they regroup or obey a signal: the node of one of them may end soon.
+        """
+        if not self._config.evaluation.is_by_workers:
+            return False
+        match outcome:
+            case Outcome.GO_ON:
+                return evaluates
+            case Outcome.STOPPED:
+                return votes > 0
+            case _:
+                return outcome is Outcome.FINISHED
 
     def begin_score(self) -> None:
         """Note that the workers pause to score the center; the round in progress is no measure."""

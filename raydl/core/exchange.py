@@ -37,6 +37,8 @@ class Header:
     """Votes to keep the state of this round for a checkpoint."""
     lr_cut: float = 0.0
     """Votes to cut the learning rate again after this round."""
+    score: float = 0.0
+    """Votes to score the center of this round, the last one, if the workers score."""
     num_samples: float = 0.0
     """Samples behind this message, since the last message of the same span."""
     loss_sum: float = 0.0

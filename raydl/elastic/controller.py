@@ -522,10 +522,20 @@ class Controller:
             self._logged_stop = self._why_stop
             self._log(f"{self._why_stop}: stopping after this round, with a checkpoint")
 
+    def _votes_to_stop(self) -> dict[str, float]:
+        """Return the votes of a stop: the last center is scored, unless the stop is urgent."""
+        is_scored = self._config.evaluation.is_by_workers and self._is_ended_by_callback
+        return {"stop": 1.0, "score": 1.0} if is_scored else {"stop": 1.0}
+
+    @property
+    def _is_ended_by_callback(self) -> bool:
+        is_urgent = self.stop_reason or self._failure.error is not None
+        return bool(self._listeners.ended_by) and not is_urgent
+
     def _outcome_of_stop(self) -> Outcome:
         """Return the outcome of a stop: a run that a callback ended counts as finished."""
         listeners = self._listeners
-        if self.stop_reason or self._failure.error or not listeners.ended_by:
+        if not self._is_ended_by_callback:
             return Outcome.STOPPED
         self.ended_by, self.ended_because = listeners.ended_by, listeners.ended_because
         return Outcome.FINISHED
@@ -566,7 +576,7 @@ class Controller:
             if self._why_stop and not self._stop_voted:
                 self._stop_voted = True
                 self._log_stop()
-                self._worker_group.vote(generation, stop=1.0)
+                self._worker_group.vote(generation, **self._votes_to_stop())
             if num_cuts > self._cuts_voted:
                 self._cuts_voted = num_cuts
                 self._worker_group.vote(generation, num_cuts=num_cuts)

@@ -349,3 +349,21 @@ def test_a_score_in_an_end_is_of_no_use_if_its_worker_is_lost():
     first, second = harness.end("finished", 9, "w0", "w1")
     harness.step(dataclasses.replace(first, score=scored(9)), second, Published((0, 9)))
     assert evaluations(harness.step(Lost("w0", "the actor died"))) == [("evaluate", 9)]
+
+
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_workers_score_the_last_center_of_a_run_that_a_callback_ends_but_not_after_a_signal(
+    is_signalled,
+):
+    harness = ControllerHarness(scored_by="workers", callbacks=[StopAtAccuracy(0.5)]).start()
+    if is_signalled:
+        harness.controller.request_stop("SIGTERM")
+    calls = harness.step(Published((0, 2)), report("w0", 2, scores=(scored(2),)))
+    assert calls == [("vote", "stop") if is_signalled else ("vote", "stop", "score")]
+    if is_signalled:
+        return
+    first, second = harness.end("stopped", 3, "w0", "w1")
+    harness.step(dataclasses.replace(first, score=scored(3)), second, Published((0, 2, 3)))
+    calls = harness.step(report("w0", 3), report("w1", 3), collected(3))
+    assert (harness.state, evaluations(calls)) == (State.DONE, [])
+    assert [score.progress.round for score in harness.recorder.scores] == [2, 3]

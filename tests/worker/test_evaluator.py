@@ -265,6 +265,17 @@ def test_the_first_worker_reports_a_score_at_each_evaluation_and_one_of_the_last
     assert first.last_score.metrics == pytest.approx(alone.metrics)
 
 
+@pytest.mark.parametrize("votes", [{"stop": 1.0}, {"stop": 1.0, "score": 1.0}], ids=str)
+def test_workers_that_stop_score_the_last_center_if_that_is_voted_for(votes):
+    config = TrainConfig(
+        method=MethodConfig(name="sync-easgd"), evaluation=EvaluationConfig(by="workers")
+    )
+    ensemble = Ensemble(config, num_workers=2).join()
+    ensemble.workers[1].vote(1, **votes)
+    assert ensemble.run() == [Outcome.STOPPED] * 2
+    assert (ensemble.workers[0].last_score is not None) == ("score" in votes)
+
+
 def test_no_score_is_reported_if_the_evaluator_scores():
     [first, _] = trained("evaluator").workers
     assert (first.report().scores, first.last_score) == ((), None)
