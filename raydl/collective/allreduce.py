@@ -316,8 +316,9 @@ class Reducer:
 
 LIBRARY = "library"
 """Name of torch's own all-reduce."""
-TRIES = 5
-"""Sums of a size with each algorithm before ``auto`` chooses: an odd number has a median."""
+_LIMITS = (3.0, 1.5, 1.3, 1.2, 1.0)
+"""``auto`` drops algorithms whose median time is more than this many times the least: after one try
+of each, two, ... The slow ones go first, since a sum over a thin link may take seconds."""
 _FAR_TOO_SLOW = 3.0
 """``auto`` does not try algorithms whose predicted time is more than this many times the least."""
 _NUM_TIMES = 101
@@ -334,12 +335,13 @@ class AllreduceProfiler:
         self.chosen = names[0] if len(names) == 1 else ""
         """The fastest algorithm, or an empty text before all have been tried."""
         self.tried: dict[str, float] = {}
-        """Seconds of a sum by algorithm, as they were when the fastest was chosen."""
+        """Median seconds of the sums by each algorithm before it was chosen or dropped."""
+        self._left = list(names)
         self._seconds: dict[str, list[float]] = {name: [] for name in names}
 
     def next_algorithm(self) -> str:
         """Return the algorithm of the next sum: the chosen one, or the least tried one."""
-        return self.chosen or min(self._seconds, key=lambda name: len(self._seconds[name]))
+        return self.chosen or min(self._left, key=lambda name: len(self._seconds[name]))
 
     def add(self, algorithm: str, seconds: float) -> None:
         """Add the time of a sum."""
@@ -348,7 +350,7 @@ class AllreduceProfiler:
         del times[:-_NUM_TIMES]
 
     def agree(self, link: Link) -> None:
-        """Choose the fastest algorithm once all have been tried, the same on every rank.
+        """Drop the slow algorithms once all have been tried once more, the same on every rank.
 
         All ranks call this after each of their sums. The time of a sum is that of the rank with
         the least, since the others include a wait for late ranks; the median of the tries counts.
@@ -356,13 +358,19 @@ class AllreduceProfiler:
         Raises:
             RuntimeError: if a message failed.
         """
-        if self.chosen or min(map(len, self._seconds.values())) < TRIES:
+        numbers = {len(self._seconds[name]) for name in self._left}
+        if self.chosen or len(numbers) > 1:
             return
-        times = torch.tensor(list(self._seconds.values()), dtype=torch.float64)
+        [number] = numbers
+        times = torch.tensor([self._seconds[name] for name in self._left], dtype=torch.float64)
         _tree_reduce(link, times, torch.empty_like(times), torch.minimum)
         _tree_copy(link, times)
-        self.tried = dict(zip(self._seconds, times.median(dim=1).values.tolist(), strict=True))
-        self.chosen = min(self.tried, key=lambda name: self.tried[name])
+        medians = dict(zip(self._left, times.median(dim=1).values.tolist(), strict=True))
+        self.tried.update(medians)
+        limit_s = _LIMITS[number - 1] * min(medians.values())
+        self._left = [name for name, seconds in medians.items() if seconds <= limit_s]
+        if len(self._left) == 1 or number == len(_LIMITS):
+            self.chosen = self._left[0]
 
     @property
     def measured_s(self) -> float | None:

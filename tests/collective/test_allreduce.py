@@ -15,7 +15,6 @@ from raydl.collective import allreduce
 from raydl.collective.allreduce import (
     ALGORITHMS,
     LIBRARY,
-    TRIES,
     AdaptiveAllreduce,
     AllreduceProfiler,
     ProcessGroupLink,
@@ -358,8 +357,11 @@ def test_the_slowest_connection_sets_the_measured_figures():
 # the choice of the fastest
 
 
+NAMES = ("ring", "two-level", LIBRARY)
+
+
 def profiled(num_workers, times):
-    """Return each rank's profiler after as many sums as ``auto`` needs to choose.
+    """Return each rank's profiler and the algorithms of its sums, up to the choice.
 
     Args:
         num_workers: number of ranks.
@@ -368,28 +370,29 @@ def profiled(num_workers, times):
     links = queue_links(num_workers)
 
     def act(rank):
-        profiler = AllreduceProfiler(["ring", "two-level", LIBRARY])
-        for index in range(TRIES):
-            for _ in range(3):
-                algorithm = profiler.next_algorithm()
-                profiler.add(algorithm, times(rank, algorithm, index))
-                profiler.agree(links[rank])
-        return profiler
+        profiler, used = AllreduceProfiler(NAMES), []
+        while not profiler.chosen:
+            algorithm = profiler.next_algorithm()
+            profiler.add(algorithm, times(rank, algorithm, used.count(algorithm)))
+            used.append(algorithm)
+            profiler.agree(links[rank])
+        return profiler, used
 
     return without_errors(run_ranks(num_workers, act))
 
 
-MEDIANS = {"ring": 3.0, "two-level": 2.0, LIBRARY: 4.0}
+MEDIANS = {"ring": 1.15, "two-level": 1.0, LIBRARY: 1.1}
 
 
-def test_all_ranks_keep_the_algorithm_with_the_least_median_time():
+def test_all_ranks_keep_the_algorithm_with_the_least_median_time_of_five():
     def times(rank, algorithm, index):
-        first_sums_take_longer = 10.0 if index < TRIES // 2 else 0.0
-        return MEDIANS[algorithm] + first_sums_take_longer * (algorithm == "two-level")
+        is_disturbed = algorithm == "two-level" and index in (1, 3)
+        return MEDIANS[algorithm] + (0.1 if is_disturbed else 0.0)
 
-    for profiler in profiled(3, times):
+    for profiler, used in profiled(3, times):
         assert profiler.chosen == profiler.next_algorithm() == "two-level"
         assert profiler.tried == MEDIANS
+        assert used == list(NAMES) * 5
 
 
 def test_waits_for_late_ranks_do_not_count_in_the_choice():
@@ -397,15 +400,29 @@ def test_waits_for_late_ranks_do_not_count_in_the_choice():
         is_late = index % 3 == rank  # the others wait for it
         return MEDIANS[algorithm] + (0.0 if is_late else 5.0 * (algorithm == "two-level"))
 
-    assert [profiler.tried for profiler in profiled(3, times)] == [MEDIANS] * 3
+    assert [profiler.tried for profiler, _ in profiled(3, times)] == [MEDIANS] * 3
 
 
-def test_before_the_choice_each_algorithm_is_tried_in_turn():
-    profiler, tried = AllreduceProfiler(["ring", LIBRARY]), []
-    for _ in range(4):
-        tried.append(profiler.next_algorithm())
-        profiler.add(tried[-1], 1.0)
-    assert tried == ["ring", LIBRARY, "ring", LIBRARY]
+@pytest.mark.parametrize(
+    ("slower", "tries"), [(3.1, (1, 1, 1)), (2.9, (2, 2, 2)), (1.4, (3, 3, 3)), (1.25, (4, 4, 4))]
+)
+def test_slow_algorithms_are_dropped_the_sooner_the_slower_they_are(slower, tries):
+    seconds = {"ring": slower, "two-level": 1.0, LIBRARY: slower}
+    [(profiler, used)] = profiled(1, lambda rank, algorithm, index: seconds[algorithm])
+    assert tuple(used.count(name) for name in NAMES) == tries
+    assert profiler.chosen == "two-level"
+    assert profiler.tried == seconds
+
+
+def test_only_algorithms_that_are_left_are_tried_again():
+    seconds = {"ring": 4.0, "two-level": 1.0, LIBRARY: 1.4}
+    [(_, used)] = profiled(1, lambda rank, algorithm, index: seconds[algorithm])
+    assert used == [*NAMES, "two-level", LIBRARY, "two-level", LIBRARY]
+
+
+def test_before_the_choice_nothing_is_reported():
+    profiler = AllreduceProfiler(["ring", LIBRARY])
+    profiler.add("ring", 1.0)
     assert profiler.measured_s is None
 
 
