@@ -52,6 +52,16 @@ class Link(Protocol):
         """Start to receive a rank's message into a tensor."""
 
 
+class Work(Protocol):
+    """A sum in progress, with the methods of torch's work handle."""
+
+    def is_completed(self) -> bool:
+        """Return whether the sum has succeeded or failed."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait for the sum; raise RuntimeError if it failed or takes longer."""
+
+
 class ProcessGroupLink:
     """A link over a torch process group, whose time-out bounds every wait.
 
@@ -72,13 +82,9 @@ class ProcessGroupLink:
         """Start to receive a rank's message into a tensor."""
         return self._process_group.recv([tensor], source, self._tag)
 
-    def allreduce(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over the ranks, by torch's own algorithm.
-
-        Raises:
-            RuntimeError: if a message failed; the tensor may be half reduced.
-        """
-        self._process_group.allreduce([tensor]).wait()
+    def allreduce(self, tensor: Tensor) -> Any:
+        """Start to replace a tensor by its sum over the ranks, by torch's own algorithm."""
+        return self._process_group.allreduce([tensor])
 
 
 class _Subset:
@@ -390,7 +396,8 @@ class AdaptiveAllreduce:
         link: reaches the other ranks.
         nodes: the node of each rank.
         algorithm: a name in ``ALGORITHMS``, or ``auto``: the fastest one for each size of message.
-        library: torch's own all-reduce between the same ranks; None: ``auto`` does not try it.
+        library: starts torch's own all-reduce between the same ranks, and returns its handle; None:
+            ``auto`` does not try it.
         generation: the membership, for the report.
 
     Raises:
@@ -403,7 +410,7 @@ class AdaptiveAllreduce:
         nodes: Sequence[Node],
         algorithm: str,
         *,
-        library: Callable[[Tensor], None] | None = None,
+        library: Callable[[Tensor], Work] | None = None,
         generation: int = 0,
     ) -> None:
         self._generation = generation
@@ -413,10 +420,16 @@ class AdaptiveAllreduce:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="allreduce")
         self._lock = threading.Lock()
         self._profilers: dict[int, AllreduceProfiler] = {}
+        self._newest: Future[None] | None = None
 
-    def start(self, tensor: Tensor) -> AdaptiveWork:
+    def start(self, tensor: Tensor) -> Work:
         """Start to replace ``tensor`` by its sum over the ranks, and return at once."""
-        return AdaptiveWork(self._pool.submit(self._reduce, tensor))
+        is_idle = self._newest is None or self._newest.done()
+        # torch's sums begin in the same order on all ranks: none overtakes one in the thread.
+        if is_idle and self._library and self._profiler_of(tensor.nbytes).chosen == LIBRARY:
+            return self._library(tensor)
+        self._newest = self._pool.submit(self._reduce, tensor)
+        return AdaptiveWork(self._newest)
 
     def _reduce(self, tensor: Tensor) -> None:
         torch.set_num_threads(1)  # OpenMP keeps a thread count for each calling thread
@@ -424,7 +437,7 @@ class AdaptiveAllreduce:
         algorithm = profiler.next_algorithm()
         start = time.perf_counter()
         if algorithm == LIBRARY and self._library is not None:
-            self._library(tensor)
+            self._library(tensor).wait()
         else:
             self._reducer.allreduce(tensor, algorithm)
         seconds = time.perf_counter() - start

@@ -466,7 +466,7 @@ def test_torchs_own_all_reduce_is_kept_where_it_is_the_fastest(groups, is_librar
     def library(rank):
         def allreduce(tensor):
             time.sleep(0.05 if is_library_slow else 0.0)
-            ProcessGroupLink(made[rank], rank, 3).allreduce(tensor)
+            return ProcessGroupLink(made[rank], rank, 3).allreduce(tensor)
 
         return allreduce
 
