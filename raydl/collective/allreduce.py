@@ -382,7 +382,8 @@ class AllreduceProfiler:
     def measured_s(self) -> float | None:
         """Least seconds of the newest sums of the chosen algorithm; None before there is one.
 
-        The least: the others include waits for late ranks.
+        The least: the others include waits for late ranks. torch's own sums are timed before the
+        choice only.
         """
         return min(self._seconds[self.chosen], default=None) if self.chosen else None
 
