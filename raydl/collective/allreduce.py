@@ -52,16 +52,6 @@ class Link(Protocol):
         """Start to receive a rank's message into a tensor."""
 
 
-class Work(Protocol):
-    """A sum in progress, with the methods of torch's work handle."""
-
-    def is_completed(self) -> bool:
-        """Return whether the sum has succeeded or failed."""
-
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Wait for the sum; raise RuntimeError if it failed or takes longer."""
-
-
 class ProcessGroupLink:
     """A link over a torch process group, whose time-out bounds every wait.
 
@@ -364,10 +354,11 @@ class AllreduceProfiler:
         Raises:
             RuntimeError: if a message failed.
         """
-        numbers = {len(self._seconds[name]) for name in self._left}
-        if self.chosen or len(numbers) > 1:
+        if self.chosen:
             return
-        [number] = numbers
+        number, *others = {len(self._seconds[name]) for name in self._left}
+        if others:  # some have been tried once less
+            return
         times = torch.tensor([self._seconds[name] for name in self._left], dtype=torch.float64)
         _tree_reduce(link, times, torch.empty_like(times), torch.minimum)
         _tree_copy(link, times)
@@ -397,8 +388,8 @@ class AdaptiveAllreduce:
         link: reaches the other ranks.
         nodes: the node of each rank.
         algorithm: a name in ``ALGORITHMS``, or ``auto``: the fastest one for each size of message.
-        library: starts torch's own all-reduce between the same ranks, and returns its handle; None:
-            ``auto`` does not try it.
+        library: starts torch's own all-reduce between the same ranks, and returns torch's handle;
+            None: ``auto`` does not try it.
         generation: the membership, for the report.
 
     Raises:
@@ -411,7 +402,7 @@ class AdaptiveAllreduce:
         nodes: Sequence[Node],
         algorithm: str,
         *,
-        library: Callable[[Tensor], Work] | None = None,
+        library: Callable[[Tensor], Any] | None = None,
         generation: int = 0,
     ) -> None:
         self._generation = generation
@@ -423,8 +414,8 @@ class AdaptiveAllreduce:
         self._profilers: dict[int, AllreduceProfiler] = {}
         self._newest: Future[None] | None = None
 
-    def start(self, tensor: Tensor) -> Work:
-        """Start to replace ``tensor`` by its sum over the ranks, and return at once."""
+    def start(self, tensor: Tensor) -> Any:
+        """Start to replace ``tensor`` by its sum over the ranks; return a handle like torch's."""
         is_idle = self._newest is None or self._newest.done()
         # torch's sums begin in the same order on all ranks: none overtakes one in the thread.
         if is_idle and self._library and self._profiler_of(tensor.nbytes).chosen == LIBRARY:

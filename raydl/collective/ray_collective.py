@@ -488,9 +488,9 @@ class CollectiveGroup:
         return self._started(lambda: self.torch.start_allgather(tensor, list(out)), round)
 
     def _started(self, start: Callable[[], Any], round: int) -> CollectiveWork:
+        # Waits may all end before their first slice, so that none of them would notice.
+        self.raise_if_abandoned(round=round)
         try:
-            # Waits may all end before their first slice, so that none of them would notice.
-            self._check_abandoned()
             return CollectiveWork(self, start(), round)
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=0.0) from error

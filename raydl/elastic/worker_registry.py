@@ -343,8 +343,9 @@ class WorkerRegistry:
             entry = self._entries[worker_id]
             is_silent = self._clock() - entry.reported_at > _SILENT_S
             report = entry.report
-            is_of_now = report is not None and report.generation == generation and not is_silent
-            if report is not None and is_of_now and report.num_scored is None:
+            if report is None or report.generation != generation or is_silent:
+                continue
+            if report.num_scored is None:
                 waits[worker_id] = report.waiting_s
         return waits
 

@@ -60,13 +60,17 @@ def _sums(
 
     def batch(start: int, stop: int) -> Batch:
         note(start)
-        found = test.batch(rows[start:stop])
-        return found if device.type == "cpu" else to_device(found, device)
+        return _batch_on(device, test, rows[start:stop])
 
     with in_precision(config.training.precision, device):
         return metric_sums(
             task, model, batch, num_samples=len(rows), batch_size=config.evaluation.batch_size
         )
+
+
+def _batch_on(device: torch.device, test: Batches, rows: np.ndarray) -> Batch:
+    batch = test.batch(rows)
+    return batch if device.type == "cpu" else to_device(batch, device)
 
 
 def rows_to_score(num_samples: int, config: TrainConfig) -> np.ndarray:
@@ -165,8 +169,8 @@ class Evaluator:
         if isinstance(self._job.task, Predicts) and self._test.samples.shape.has_labelled_pictures:
             device = self._flat.weights.device
             with in_precision(self._job.config.training.precision, device):
-                examples = self._test.batch(example_rows(self._test.num_samples))
-                pictures, _ = examples if device.type == "cpu" else to_device(examples, device)
+                rows = example_rows(self._test.num_samples)
+                pictures, _ = _batch_on(device, self._test, rows)
                 predicted = predict(self._job.task, self._flat.model, pictures)
         is_best = self._is_best(metrics)
         return Evaluated(
@@ -197,7 +201,7 @@ class Evaluator:
         return True
 
 
-class Scorers(Protocol):
+class ScoringGroup(Protocol):
     """The workers that score together, as one of them sees them."""
 
     @property
@@ -258,35 +262,35 @@ class Scorer:
         """Samples scored so far in the present pause; None: there is none."""
         return self._evaluator.num_scored if self._is_scoring else None
 
-    def score(self, snapshot: Snapshot, workers: Scorers) -> Evaluated | None:
+    def score(self, snapshot: Snapshot, group: ScoringGroup) -> Evaluated | None:
         """Score a share of the test set; return the score of all shares on rank 0, else None.
 
         Args:
             snapshot: the center, with the same weights on all ranks.
-            workers: all that score together.
+            group: the workers that score together.
 
         Raises:
             ExchangeError: if a worker was lost, or this one is to leave.
             DataError: if no sample of the test set could be read.
         """
-        rank, _ = workers.place
+        rank, _ = group.place
         self._evaluator.num_scored, self._is_scoring = 0, True
         try:
-            workers.begin_score()
-            share = share_of(rank, self._speeds(workers))
+            group.begin_score()
+            share = share_of(rank, self._speeds(group))
             start = self._clock()
-            own = self._evaluator.sums(snapshot, share, before_batch=workers.raise_if_abandoned)
+            own = self._evaluator.sums(snapshot, share, before_batch=group.raise_if_abandoned)
             self._note_speed(own, self._clock() - start)
-            parts = [MetricSums(**json.loads(part)) for part in workers.gather(_encoded(vars(own)))]
+            parts = [MetricSums(**json.loads(part)) for part in group.gather(_encoded(vars(own)))]
             return self._evaluator.evaluated(snapshot, parts) if rank == 0 else None
         finally:
             self._is_scoring = False
 
-    def _speeds(self, workers: Scorers) -> list[float]:
+    def _speeds(self, group: ScoringGroup) -> list[float]:
         """Return a speed of each worker; all have the same unit."""
-        step_s = workers.step_s
+        step_s = group.step_s
         own = {"scored": self._speed, "trained": 1.0 / step_s if step_s > 0.0 else 0.0}
-        all_speeds = [json.loads(speeds) for speeds in workers.gather(_encoded(own))]
+        all_speeds = [json.loads(speeds) for speeds in group.gather(_encoded(own))]
         for unit in own if not self._has_equal_shares else ():
             speeds = [speeds[unit] for speeds in all_speeds]
             if min(speeds) > 0.0:  # a share is never so small that no speed can be measured

@@ -379,6 +379,14 @@ class RoundRunner:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._sync.allreduce_report() if self._sync is not None else None
 
+    def choice(self) -> Choice | None:
+        """Return the exchange tuning that this generation chose, or None."""
+        return self._sync.choice if self._sync is not None else None
+
+    def prepare_copy(self) -> Callable[[], None]:
+        """Return a function, for any thread, that prepares memory for a copy of the center."""
+        return self._sync.prepare_copy() if self._sync is not None else lambda: None
+
     # between two rounds of a synchronous method
 
     @property
@@ -388,11 +396,11 @@ class RoundRunner:
 
     def begin_score(self) -> None:
         """Begin a pause in which all workers score the center."""
-        self._group().begin_score()
+        self._entered_sync().begin_score()
 
     def raise_if_abandoned(self) -> None:
         """Raise an ExchangeError if this worker is to leave its generation at once."""
-        self._group().raise_if_abandoned()
+        self._entered_sync().raise_if_abandoned()
 
     def gather(self, own: bytes) -> list[bytes]:
         """Return some bytes of each rank, by rank.
@@ -401,16 +409,9 @@ class RoundRunner:
             ExchangeError: if a worker did not answer.
         """
         with self._parts.measure("device_device_parameters"):
-            return self._group().gather(own)
+            return self._entered_sync().gather(own)
 
-    def _group(self) -> SyncStrategy:
+    def _entered_sync(self) -> SyncStrategy:
+        """Return the strategy of the generation that the worker has entered."""
         assert self._sync is not None, "workers that exchange with the center have no group"
         return self._sync
-
-    def choice(self) -> Choice | None:
-        """Return the exchange tuning that this generation chose, or None."""
-        return self._sync.choice if self._sync is not None else None
-
-    def prepare_copy(self) -> Callable[[], None]:
-        """Return a function, for any thread, that prepares memory for a copy of the center."""
-        return self._sync.prepare_copy() if self._sync is not None else lambda: None

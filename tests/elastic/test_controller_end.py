@@ -344,7 +344,7 @@ def test_scores_that_arrive_after_the_end_of_the_loop_come_before_the_last_one()
     assert (harness.state, evaluations(calls)) == (State.DONE, [])
 
 
-def test_a_score_in_an_end_is_of_no_use_if_its_worker_is_lost():
+def test_the_evaluator_scores_the_last_center_if_the_worker_that_has_its_score_is_lost():
     harness = scoring()
     first, second = harness.end("finished", 9, "w0", "w1")
     harness.step(dataclasses.replace(first, score=scored(9)), second, Published((0, 9)))
