@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BENCHMARKS := efficiency time_to_accuracy mixed_speed exchange ladder thin_link link_cost \
 	link_switched recovery goodput regroup startup growth accuracy streaming layout paper \
-	partitions chaos
+	allreduces partitions chaos
 BENCH_OPTIONS ?=
 # Short runs do not replace the results.
 BENCH_OUT = $(if $(findstring quick,$(BENCH_OPTIONS)),,--out benchmarks/results)

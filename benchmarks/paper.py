@@ -1,4 +1,4 @@
-"""Repeats the experiments of SC17 and Tianhe-3 as far as one small machine carries them.
+"""Repeats the experiments of SC17 as far as one small machine carries them.
 
 Command:   python -m benchmarks.paper          (--quick: two tables, short; --only NAME,NAME)
 
@@ -14,12 +14,8 @@ Command:   python -m benchmarks.paper          (--quick: two tables, short; --on
   ``raydl plan`` predicts it from a step that is measured on one core here: once with 8 samples in a
   step of each core, once with 8 in a step of each node, which then computes 68 times as fast as the
   core; the second is a lower bound. Beside it the efficiencies of SC17.
-- ``networks`` (Tianhe-3): samples/s of LeNet, AlexNet, ResNet-20 and VGG-11 with sync-sgd at period
-  1 and each all-reduce, over those with the library's: four workers on one node, on four hosts, and
-  on two hosts with two workers each; the links have 250 Mbit/s (``hosts.py``). Of ``auto``, the
-  adaptive choice, the target is 1.
 
-Compare the shapes of the tables with the papers, not their figures: those had 16 to 4,352 cores.
+Compare the shapes of the tables with the paper, not their figures: it had 16 to 4,352 cores.
 """
 
 from __future__ import annotations
@@ -35,14 +31,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.efficiency import total_speed
-from benchmarks.hosts import why_not
 from benchmarks.ladder import add_time_parts
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.programs import ROOT, RunError, data_at
 from benchmarks.runs import NO_SCORES, Trained, Workplace, workplace
-from benchmarks.runs_on_hosts import Cluster, cluster, cut_set
 from benchmarks.time_to_accuracy import reached_by_raydl
-from raydl.config.cluster import ALLREDUCES
 from raydl.core.methods import METHODS
 
 _SKIPPED_S = 2.0
@@ -56,8 +49,6 @@ PUBLISHED = {
     "vgg19": (0.802, "80.2% on 4,352 cores; Intel Caffe 62% on 2,176 (from memory)"),
 }
 """Efficiencies of SC17: the target, and a sentence."""
-MBIT = 250.0
-NUM_WORKERS = 4
 
 
 @dataclass
@@ -96,9 +87,6 @@ def add_speeds(
         for name, values in speeds.items()
     ]
     report.add_table((experiment, "samples/s", f"over {over}"), rows)
-
-
-# SC17
 
 
 def measure_layers(setup: Setup, report: Report) -> None:
@@ -225,83 +213,12 @@ def _plan(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-# Tianhe-3
-
-_BATCHES = {"lenet": 64, "alexnet-cifar": 64, "resnet20": 32, "vgg11-cifar": 16}
-"""Samples in a worker's step, by network."""
-
-
-_SITES = {"4 hosts": (4, "1"), "2 hosts with 2 workers each": (2, "0.5")}
-"""Number of hosts, which have one CPU each, and CPUs of a worker; by what the tables call it."""
-_ON_HOSTS_S = {"vgg11-cifar": 40.0}
-"""Seconds of training on several hosts, where a step of this network takes up to 3 s."""
-
-
-def _arguments_of(model: str, allreduce: str) -> tuple[str, ...]:
-    return (
-        "--method", "sync-sgd", "--period", "1", "--workers", str(NUM_WORKERS),
-        "--batch-size", str(_BATCHES[model]), "--allreduce", allreduce,
-    )  # fmt: skip
-
-
-def measure_networks(setup: Setup, report: Report) -> None:
-    """Compare the all-reduces on four networks, on one node and on several."""
-
-    def on_one_node(model: str, allreduce: str) -> float:
-        return setup.speed(model, *_arguments_of(model, allreduce), "--cpus-per-worker", "0.5")
-
-    _compare_allreduces(setup, report, "one node", on_one_node)
-    if reason := why_not():
-        report.add_text(f"Not measured on several hosts: {reason}")
-        return
-    for site, (number, share) in _SITES.items():
-        with cluster(number) as hosts:
-            hosts.limit(MBIT)
-            data = {
-                name: cut_set(
-                    setup.data_for(name), hosts.folder / name, num_train=2560, num_test=100
-                )
-                for name in _BATCHES
-            }
-            speed = partial(_speed_on_hosts, hosts, share, data, setup)
-            _compare_allreduces(setup, report, site, speed)
-
-
-def _speed_on_hosts(
-    hosts: Cluster,
-    cpus_per_worker: str,
-    data: Mapping[str, str],
-    setup: Setup,
-    model: str,
-    allreduce: str,
-) -> float:
-    seconds = setup.seconds if setup.is_quick else max(setup.seconds, _ON_HOSTS_S.get(model, 0.0))
-    result = hosts.train(
-        "--model", model, "--data", data[model], "--seconds", str(seconds),
-        *_arguments_of(model, allreduce), "--cpus-per-worker", cpus_per_worker,
-    )  # fmt: skip
-    return float(result["steady_samples_per_s"])
-
-
-def _compare_allreduces(
-    setup: Setup, report: Report, site: str, speed: Callable[[str, str], float]
-) -> None:
-    for model in _BATCHES:
-        cases = {name: partial(speed, model, name) for name in ALLREDUCES}
-        speeds = interleaved(cases, repeats=setup.repeats)
-        add_speeds(report, f"{model}, {site}", speeds, "library")
-        value = ratios(speeds["auto"], speeds["library"])
-        name = f"paper.networks.{site.replace(' ', '-')}.{model}.auto"
-        report.add_figures(Figure(name=name, value=value, target=1.0))
-
-
 EXPERIMENTS: dict[str, Callable[[Setup, Report], None]] = {
     "layers": measure_layers,
     "partition": measure_partition,
     "batch": measure_batch,
     "time": measure_time,
     "weak": measure_weak,
-    "networks": measure_networks,
 }
 QUICK = ("layers", "time")
 

@@ -71,7 +71,9 @@ class Cluster:
         """Set the rate of all links, in Mbit/s."""
         self.hosts.limit(mbit)
 
-    def train(self, *arguments: str, is_scored: bool = False) -> dict[str, Any]:
+    def train(
+        self, *arguments: str, is_scored: bool = False, num_skipped: int = 0
+    ) -> dict[str, Any]:
         """Run ``raydl train`` in host 0 and return the figures of ``result.json``.
 
         A further figure is ``steady_samples_per_s``, from the first record of the training to the
@@ -81,6 +83,7 @@ class Cluster:
             arguments: options of the command.
             is_scored: whether evaluations and checkpoints follow the options; else the center is
                 evaluated at the end only.
+            num_skipped: samples at the start that the further figure leaves out.
 
         Raises:
             RunError: if the run failed or did not end in time.
@@ -92,7 +95,7 @@ class Cluster:
               "--run.progress", "plain")],
         )  # fmt: skip
         result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
-        result["steady_samples_per_s"] = _steady_rate(run_dir)
+        result["steady_samples_per_s"] = _steady_rate(run_dir, num_skipped)
         shutil.rmtree(run_dir)
         if result["generations"] != 1:
             print(f"  {result['generations']} generations: a worker was lost or late", flush=True)
@@ -168,11 +171,12 @@ def cluster(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _steady_rate(run_dir: Path) -> float:
+def _steady_rate(run_dir: Path, num_skipped: int) -> float:
     """Return the samples per second from a run's first record to the last one of its training.
 
     The time before, in which the center is sent and the workers form their group, does not count,
-    nor does the last report, which waits for the center to be sent back over the link.
+    nor do the skipped samples, nor does the last report, which waits for the center to be sent back
+    over the link.
 
     Raises:
         RunError: if there are too few records.
@@ -182,10 +186,11 @@ def _steady_rate(run_dir: Path) -> float:
     files = [path.read_bytes() for path in sorted(run_dir.glob("events.out.tfevents*"))]
     curve = read_history(files).curves["train/lr"]  # has a point per record
     last = bisect.bisect_left(curve.seconds, curve.seconds[-1] - _AT_ONCE_S) - 1
-    if last < _FEWEST_RECORDS - 1:
+    first = bisect.bisect_left(curve.samples, num_skipped)
+    if last - first < _FEWEST_RECORDS - 1:
         raise RunError(f"a run of {len(curve)} records is too short for a rate; use more samples")
-    seconds = curve.seconds[last] - curve.seconds[0]
-    return (curve.samples[last] - curve.samples[0]) / seconds
+    seconds = curve.seconds[last] - curve.seconds[first]
+    return (curve.samples[last] - curve.samples[first]) / seconds
 
 
 def _started(hosts: Hosts, folder: Path, pull_ms: str) -> Mapping[str, str]:
