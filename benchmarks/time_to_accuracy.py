@@ -17,15 +17,17 @@ table also has the peers' time without their evaluations.
 The peers are DistributedDataParallel, started by torchrun, and in Ray Train's TorchTrainer, which
 computes the same. Their learning rate and momentum are the best of ten, chosen first with one seed:
 those that need the fewest samples, with torchrun; the quick form takes one of them and runs Ray
-Train alone. raydl's are its defaults. With ``--tuned`` the named methods run at the best of the
-same ten as well, chosen in the same way, as further cases (sync-easgd by default; none in the quick
-form); the peers' time is then also given over theirs. ``--also`` measures sync-easgd with further
-settings beside the defaults.
+Train alone. raydl's methods run with their defaults and, as further cases, at the best of the same
+ten, chosen in the same way. The momentum forms of EASGD and of sync-sgd are then no cases of their
+own, since momentum is among the ten. ``--tuned`` names other methods to tune. ``--also`` measures
+sync-easgd with further settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
 had; ratios to it are lower bounds. A case of which a run crashes has no figures. The full form
-takes about half an hour on two cores. The target is that each method needs longer than sync-easgd,
-except hogwild-easgd, which may tie.
+takes about two hours on two cores, the tuning more than one of them. The targets are that each
+method needs longer than sync-easgd with its defaults, except hogwild-easgd, which may tie; that the
+peers need 1.3 times as long; and that, with and without tuning, the first of all methods is one of
+the EASGD or DiLoCo family.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 import shlex
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +53,11 @@ RAY_TRAIN, DDP = "Ray Train", "torchrun DDP"
 PEERS = (RAY_TRAIN, DDP)
 TUNED = " tuned"
 """Suffix of the name of a method whose learning rate and momentum were chosen."""
+OURS_TUNED = f"{OURS}{TUNED}"
+FAMILIES = re.compile("easgd|eamsgd|diloco")
+"""Found in the names of the methods of the EASGD and DiLoCo families."""
+SAME_WITH_MOMENTUM = ("async-measgd", "hogwild-measgd", "sync-measgd", "sync-msgd")
+"""Methods that are another one with momentum."""
 OVER_PEER = 1.3
 TIE = 0.95
 """Lower bound for the time of ``TIED``: runs with the same seed differ by as much."""
@@ -137,6 +146,11 @@ def reached_by_peer(run: Trained, *, accuracy: float) -> Reached:
     )  # fmt: skip
 
 
+def rates_of(method: str) -> tuple[Rate, ...]:
+    """Return the candidates of a method; without momentum a momentum form is another method."""
+    return tuple(rate for rate in RATES if rate.momentum or not METHODS[method].momentum)
+
+
 def best_rate(name: str, train: Callable[[Rate], Reached], rates: Sequence[Rate]) -> Rate:
     """Return the rate with which a case reaches the accuracy with the fewest samples.
 
@@ -194,7 +208,7 @@ def tuned_arguments(place: Workplace, data: str, plan: Plan, method: str) -> tup
     def train(rate: Rate) -> Reached:
         return train_raydl(place, data, plan, ("--method", method, *rate.arguments))
 
-    return ("--method", method, *best_rate(method, train, RATES).arguments)
+    return ("--method", method, *best_rate(method, train, rates_of(method)).arguments)
 
 
 def _peer_arguments(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[str, ...]:
@@ -267,28 +281,61 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
         [(name, *_row(runs)) for name, runs in cases.items()],
     )
     cases = without_crashes(report, cases)
-    ours = [run.seconds for run in cases[OURS]]
+    ours = _seconds(cases[OURS])
     has_missed = not all(run.is_reached for run in cases[OURS])
     if has_missed:
         report.add_text(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
     for name, runs in cases.items():
-        report.add_figures(seconds_of("time_to_accuracy", name, [run.seconds for run in runs]))
-        if name == OURS:
-            continue
-        target = {**dict.fromkeys(PEERS, OVER_PEER), TIED: TIE, ALSO: None}.get(name, 1.0)
-        if name.endswith(TUNED):
-            target = None
-        value = ratios([run.seconds for run in runs], ours)
-        figure = f"time_to_accuracy.{_in_figures(name)}_over_{OURS}"
-        report.add_figures(
-            Figure(name=figure, value=Spread(0.0, 0.0, 0.0) if has_missed else value, target=target)
+        report.add_figures(seconds_of("time_to_accuracy", name, _seconds(runs)))
+        if name != OURS:
+            value = Spread(0.0, 0.0, 0.0) if has_missed else ratios(_seconds(runs), ours)
+            figure = f"time_to_accuracy.{_in_figures(name)}_over_{OURS}"
+            report.add_figures(Figure(name=figure, value=value, target=_target_of(name)))
+    _add_peers_over_tuned(report, cases)
+    _add_first_of_families(report, cases)
+
+
+def _target_of(case: str) -> float | None:
+    """Return the target for a case's time over that of sync-easgd with its defaults."""
+    if case.endswith(TUNED):
+        return None
+    return {**dict.fromkeys(PEERS, OVER_PEER), TIED: TIE, ALSO: None}.get(case, 1.0)
+
+
+def _add_peers_over_tuned(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
+    """Add the peers' time over that of sync-easgd, both tuned."""
+    for peer in PEERS if OURS_TUNED in cases else ():
+        if peer in cases:
+            value = ratios(_seconds(cases[peer]), _seconds(cases[OURS_TUNED]))
+            figure = f"time_to_accuracy.{_in_figures(peer)}_over_{_in_figures(OURS_TUNED)}"
+            report.add_figures(Figure(name=figure, value=value, target=OVER_PEER))
+
+
+def _add_first_of_families(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
+    """Add the time of the first method outside the EASGD and DiLoCo families over the first inside.
+
+    A method is first by its median time; methods that did not reach the accuracy do not count.
+    """
+    reached = {
+        name: _seconds(runs)
+        for name, runs in cases.items()
+        if name not in (*PEERS, ALSO) and all(run.is_reached for run in runs)
+    }
+    in_order = sorted(reached, key=lambda name: statistics.median(reached[name]))
+    inside = next((name for name in in_order if FAMILIES.search(name)), None)
+    outside = next((name for name in in_order if not FAMILIES.search(name)), None)
+    if inside and outside:
+        report.add_text(
+            f"The first of the EASGD and DiLoCo families: {inside}; of others: {outside}"
         )
-        for peer in PEERS if name.endswith(TUNED) else ():
-            if peer in cases:
-                over = ratios([run.seconds for run in cases[peer]], [run.seconds for run in runs])
-                target = OVER_PEER if name == f"{OURS}{TUNED}" else None
-                figure = f"time_to_accuracy.{_in_figures(peer)}_over_{_in_figures(name)}"
-                report.add_figures(Figure(name=figure, value=over, target=target))
+        value = ratios(reached[outside], reached[inside])
+        report.add_figures(
+            Figure(name="time_to_accuracy.others_over_families", value=value, target=1.0)
+        )
+
+
+def _seconds(runs: Sequence[Reached]) -> list[float]:
+    return [run.seconds for run in runs]
 
 
 def seconds_of(benchmark: str, case: str, seconds: Sequence[float]) -> Figure:
@@ -304,7 +351,7 @@ def _in_figures(case: str) -> str:
 
 def _row(runs: Sequence[Reached]) -> tuple[str, ...]:
     return (
-        Spread.of([run.seconds for run in runs]).text(".1f"),
+        Spread.of(_seconds(runs)).text(".1f"),
         Spread.of([run.training_s for run in runs]).text(".1f"),
         Spread.of([run.samples for run in runs]).text(",.0f"),
         f"{sum(run.is_reached for run in runs)} of {len(runs)}",
@@ -320,7 +367,7 @@ def _parser() -> argparse.ArgumentParser:
         samples={"type": int, "help": "most samples of a run; the learning rate ends at 0 there"},
         scored_every={"type": int, "help": "samples between two evaluations"},
         methods={"help": "methods of raydl besides sync-easgd, with commas; default: all"},
-        tuned={"help": f"methods to tune as the peer is, with commas; default: {OURS}"},
+        tuned={"help": "methods to tune as the peers are, with commas; default: all that differ"},
         also={"default": "", "help": "further settings to measure, as one argument"},
     )
 
@@ -329,7 +376,7 @@ def main() -> None:
     """Measure and report."""
     parser = _parser()
     options = parser.parse_args()
-    tuned = [] if options.quick else [OURS]
+    tuned = [] if options.quick else [name for name in METHODS if name not in SAME_WITH_MOMENTUM]
     if options.tuned is not None:
         tuned = list(filter(None, options.tuned.split(",")))
     if unknown := [name for name in tuned if name not in METHODS]:
@@ -351,16 +398,17 @@ def main() -> None:
         data = place.arrays(options.data)
         train = partial(train_peer, place, data, plan)
         rate = _QUICK_RATE if options.quick else best_rate(DDP, train, RATES)
-        for method in tuned:
-            name, chosen = f"{method}{TUNED}", tuned_arguments(place, data, plan, method)
-            methods[name] = chosen
-            report.add_text(f"{name}: {' '.join(chosen)}")
+        chosen = {name: tuned_arguments(place, data, plan, name) for name in tuned}
+        methods |= {f"{name}{TUNED}": arguments for name, arguments in chosen.items()}
         cases = cases_of(place, data, plan, rate, methods, peers)
         results = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
     report.add_text(
         f"{plan.accuracy:.1%} on the test set, evaluated every {plan.scored_every:,} samples of at "
         f"most {plan.samples:,}; {' and '.join(peers)} at a learning rate of {rate}."
     )
+    if chosen:
+        rows = [(f"{name}{TUNED}", " ".join(arguments)) for name, arguments in chosen.items()]
+        report.add_table(("case", "options"), rows)
     add_results(report, results)
     report.close(options.out)
 
