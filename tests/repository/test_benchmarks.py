@@ -27,10 +27,12 @@ from benchmarks.quotas import may_throttle, throttled
 from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import (
     DDP,
+    RATES,
     RAY_TRAIN,
     Reached,
     add_results,
     failed,
+    rates_of,
     reached_by_peer,
     reached_by_raydl,
 )
@@ -220,6 +222,26 @@ def test_a_case_that_crashes_has_no_figures_and_one_that_is_too_slow_counts_with
     assert report.figures[2].value.median == 300.0 / 20.0
     assert report.figures[4].value.median == 30.0 / 20.0
     assert "without figures: async-easgd." in capsys.readouterr().out
+
+
+def test_a_method_outside_the_easgd_and_diloco_families_that_is_first_misses_the_target():
+    reached = Reached(seconds=20.0, training_s=20.0, samples=9, best=0.99, is_reached=True)
+    cases = {
+        "sync-easgd": [reached],
+        "sync-measgd": [dataclasses.replace(reached, seconds=16.0)],
+        "eamsgd": [dataclasses.replace(reached, seconds=1.0, is_reached=False)],
+        "local-sgd tuned": [dataclasses.replace(reached, seconds=12.0)],
+        DDP: [dataclasses.replace(reached, seconds=4.0)],
+    }
+    report = Report("time_to_accuracy", "", is_quick=False)
+    add_results(report, cases)
+    [figure] = [f for f in report.figures if f.name.endswith("others_over_families")]
+    assert (figure.value.median, figure.is_met) == (12.0 / 16.0, False)
+
+
+def test_all_methods_get_the_same_rates_but_a_momentum_form_only_those_with_momentum():
+    assert rates_of("sync-sgd") == rates_of("async-diloco") == RATES
+    assert rates_of("eamsgd") == tuple(rate for rate in RATES if rate.momentum == 0.9)
 
 
 def test_every_figure_beside_other_libraries_is_one_that_its_benchmark_writes(root):
