@@ -114,6 +114,7 @@ def throttled(
     def watch(quotas: Quotas) -> None:
         seen: list[int] = []
         began: float | None = None
+        was_slow = False
         while not over.wait(_POLL_EVERY_S):
             for pid in pids():
                 if pid not in seen and len(seen) < len(shares):
@@ -123,7 +124,9 @@ def throttled(
                 continue
             began = began or time.monotonic()
             is_slow = int((time.monotonic() - began) / every_s) % 2 == 1
-            quotas.set(len(shares) - 1, slow_share if is_slow else shares[-1])
+            if is_slow != was_slow:  # each write refills the quota of the period
+                quotas.set(len(shares) - 1, slow_share if is_slow else shares[-1])
+                was_slow = is_slow
 
     with Quotas(shares) as quotas:
         thread = threading.Thread(target=watch, args=(quotas,), name="quotas", daemon=True)

@@ -507,6 +507,22 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     assert used[1] < 0.4 + 0.05
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(not may_throttle(), reason="needs root and control groups for CPU time")
+def test_a_process_whose_quota_changes_uses_the_mean_of_both():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            with throttled(lambda: [process.pid], [0.3], slow_share=0.1, every_s=0.5):
+                until_all_are_in_groups(process.pid)
+                before = times_of(process.pid)
+                time.sleep(3.0)
+                after = times_of(process.pid)
+        finally:
+            process.kill()
+    used = (after.cpu_s - before.cpu_s) / (after.at_s - before.at_s)
+    assert used < 0.2 + 0.05
+
+
 def test_a_forward_pass_without_a_gradient_records_no_step(tmp_path, monkeypatch):
     monkeypatch.setenv(watching.FOLDER, str(tmp_path))
     model, pictures = watching.lenet((1, 28, 28), 10), torch.zeros(4, 1, 28, 28)
