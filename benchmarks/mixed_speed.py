@@ -12,7 +12,8 @@ changing       two workers with 0.6 of a core; the second has 0.2 in every secon
 The limit is the total speed of plain PyTorch in as many independent, simultaneous processes with
 the same quotas. The figure is the share of it that remains: samples per second over the same number
 of seconds, without the first ones. Peers are DistributedDataParallel, started by torchrun, and Ray
-Train's TorchTrainer, which computes the same.
+Train's TorchTrainer, which computes the same. Two further columns say where speed is lost: a worker
+that waits uses less of its quota; one that computes more trains fewer samples per CPU second.
 
 Then the time to 99.0% with two workers, one of them slow, as in ``time_to_accuracy.py``: raydl with
 its defaults, the peers at the learning rate that is best for them there. The time of the peers does
@@ -90,6 +91,20 @@ SCENARIOS = {
 QUICK = {"slow": replace(SLOW, seconds=7.0, skipped=2.0)}
 
 
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a case."""
+
+    samples_per_s: float
+    cores: float
+    """How many cores the training processes used."""
+
+    @property
+    def samples_per_cpu_s(self) -> float:
+        """Samples per second of CPU time of the training processes."""
+        return self.samples_per_s / self.cores
+
+
 class ThrottledRuns:
     """Runs programs whose training processes have the quotas of a scenario.
 
@@ -101,13 +116,22 @@ class ThrottledRuns:
         self.place = place
         self._numbers = itertools.count()
 
-    def train(self, scenario: Scenario, program: Callable[[], list[Trained]]) -> list[Trained]:
-        """Run programs, which train ``watching.MODEL``, under the quotas."""
+    def train(
+        self, scenario: Scenario, program: Callable[[], list[Trained]]
+    ) -> tuple[list[Trained], float]:
+        """Run programs, which train ``watching.MODEL``, under the quotas.
+
+        Returns:
+            What the programs return, and how many cores their training processes used.
+        """
         notes = self.place.folder / f"notes-{next(self._numbers)}"
         notes.mkdir()
         os.environ[FOLDER] = str(notes)
-        with throttled(lambda: _pids(notes), scenario.shares, slow_share=scenario.slow_share):
-            return program()
+        with throttled(
+            lambda: _pids(notes), scenario.shares, slow_share=scenario.slow_share
+        ) as uses:
+            trained = program()
+        return trained, sum(use.cores for use in uses)
 
 
 def _pids(notes: Path) -> list[int]:
@@ -130,21 +154,22 @@ def speeds_of(
     methods: Sequence[str],
     *,
     with_ray_train: bool,
-) -> dict[str, Callable[[], float]]:
-    """Return functions that measure samples per second, by case, the limit first."""
+) -> dict[str, Callable[[], Speed]]:
+    """Return functions that measure the speed, by case, the limit first."""
     place, count = runs.place, scenario.num_workers
     common = ("--model", MODEL, "--data", data, "--seconds", str(scenario.seconds))
 
-    def speed(program: Callable[[], list[Trained]]) -> float:
-        points = [run.points for run in runs.train(scenario, program)]
-        return total_speed(points, skipped=scenario.skipped, speed_of=mean_speed)
+    def speed(program: Callable[[], list[Trained]]) -> Speed:
+        trained, cores = runs.train(scenario, program)
+        points = [run.points for run in trained]
+        return Speed(total_speed(points, skipped=scenario.skipped, speed_of=mean_speed), cores)
 
     def raydl(name: str) -> list[Trained]:
         arguments = (*METHODS[name], "--workers", str(count), *NO_SCORES)
         cpus = ("--cpus-per-worker", f"{2 / count:g}")
         return [place.train(*common, *arguments, *cpus)]
 
-    cases: dict[str, Callable[[], float]] = {
+    cases: dict[str, Callable[[], Speed]] = {
         LIMIT: lambda: speed(lambda: place.plain(*common, copies=count)),
         **{name: partial(speed, partial(raydl, name)) for name in methods},
         DDP: lambda: speed(lambda: [place.ddp(*common, num_workers=count)]),
@@ -166,7 +191,7 @@ def times_of(
         scores = ("--evaluation.every-samples", str(SCORED_EVERY))
         arguments = (*METHODS[name], "--workers", "2", *scores, "--seed", str(seeds()))
         try:
-            [run] = runs.train(SLOW, lambda: [place.train(*common, *arguments)])
+            [run], _ = runs.train(SLOW, lambda: [place.train(*common, *arguments)])
         except RunError as error:
             return failed(name, error)
         return reached_by_raydl(run, accuracy=ACCURACY)
@@ -174,7 +199,7 @@ def times_of(
     def peer(name: str, start: Callable[..., Trained], seeds: Callable[[], int]) -> Reached:
         arguments = ("--evaluate-every", str(SCORED_EVERY), *RATE, "--seed", str(seeds()))
         try:
-            [run] = runs.train(SLOW, lambda: [start(*common, *arguments)])
+            [run], _ = runs.train(SLOW, lambda: [start(*common, *arguments)])
         except RunError as error:
             return failed(name, error)
         return reached_by_peer(run, accuracy=ACCURACY)
@@ -190,23 +215,31 @@ def times_of(
 
 
 def add_speeds(
-    report: Report, name: str, scenario: Scenario, speeds: Mapping[str, Sequence[float]]
+    report: Report, name: str, scenario: Scenario, cases: Mapping[str, Sequence[Speed]]
 ) -> None:
     """Add the table and the figures of a scenario to a report."""
-    limit = speeds[LIMIT]
     shares = ", ".join(f"{share:g}" for share in scenario.shares)
     change = f", the last one {scenario.slow_share:g} in turn" if scenario.slow_share else ""
     report.add_text(f"{name}: workers with {shares} of a core{change}")
+    speeds = {case: [run.samples_per_s for run in runs] for case, runs in cases.items()}
+    per_cpu_s = {case: [run.samples_per_cpu_s for run in runs] for case, runs in cases.items()}
     report.add_table(
-        ("case", "samples per second", "of the limit"),
+        ("case", "samples per second", "of the limit", "cores used",
+         "samples per CPU second, of the limit"),
         [
-            (case, Spread.of(values).text(",.0f"), ratios(values, limit).text(".3f"))
-            for case, values in speeds.items()
+            (
+                case,
+                Spread.of(speeds[case]).text(",.0f"),
+                ratios(speeds[case], speeds[LIMIT]).text(".3f"),
+                Spread.of([run.cores for run in runs]).text(".2f"),
+                ratios(per_cpu_s[case], per_cpu_s[LIMIT]).text(".3f"),
+            )
+            for case, runs in cases.items()
         ],
-    )
-    for case in list(speeds)[1:]:
+    )  # fmt: skip
+    for case in list(cases)[1:]:
         figure = f"mixed_speed.{name}.{case}".lower().replace(" ", "-")
-        value, target = ratios(speeds[case], limit), TARGETS.get(case)
+        value, target = ratios(speeds[case], speeds[LIMIT]), TARGETS.get(case)
         report.add_figures(Figure(name=figure, value=value, target=target))
 
 

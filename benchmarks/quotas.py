@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _PERIOD_US = 10_000
@@ -92,6 +93,42 @@ class Quotas:
             (self._groups[number] / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
 
 
+@dataclass
+class CpuUse:
+    """The CPU time that a process has used since it got its quota."""
+
+    pid: int
+    first: tuple[float, float]
+    """(Time, CPU seconds of all threads until then)."""
+    last: tuple[float, float]
+
+    @classmethod
+    def of(cls, pid: int) -> CpuUse:
+        """Return the use of a process that gets its quota now."""
+        now = time.monotonic(), _cpu_s(pid) or 0.0
+        return cls(pid, now, now)
+
+    def update(self) -> None:
+        """Read the CPU time; keep the last one if the process has ended."""
+        if cpu_s := _cpu_s(self.pid):
+            self.last = time.monotonic(), cpu_s
+
+    @property
+    def cores(self) -> float:
+        """CPU time per second."""
+        seconds = self.last[0] - self.first[0]
+        return (self.last[1] - self.first[1]) / seconds if seconds else 0.0
+
+
+def _cpu_s(pid: int) -> float | None:
+    """Return the CPU time of a process, or None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
 def throttled(
     pids: Callable[[], Sequence[int]],
@@ -99,8 +136,10 @@ def throttled(
     *,
     slow_share: float | None = None,
     every_s: float = 10.0,
-) -> Iterator[None]:
+) -> Iterator[list[CpuUse]]:
     """Give processes their quotas as they appear: the first share to the first, and so on.
+
+    Yields a list that fills with the use of each process, in the order of the shares.
 
     Args:
         pids: returns the processes so far, in order of appearance.
@@ -110,17 +149,19 @@ def throttled(
         every_s: seconds between two changes of the last process.
     """
     over = threading.Event()
+    uses: list[CpuUse] = []
 
     def watch(quotas: Quotas) -> None:
-        seen: list[int] = []
         began: float | None = None
         was_slow = False
         while not over.wait(_POLL_EVERY_S):
+            for use in uses:
+                use.update()
             for pid in pids():
-                if pid not in seen and len(seen) < len(shares):
-                    quotas.add(pid, len(seen))
-                    seen.append(pid)
-            if slow_share is None or len(seen) < len(shares):
+                if len(uses) < len(shares) and all(pid != use.pid for use in uses):
+                    quotas.add(pid, len(uses))
+                    uses.append(CpuUse.of(pid))
+            if slow_share is None or len(uses) < len(shares):
                 continue
             began = began or time.monotonic()
             is_slow = int((time.monotonic() - began) / every_s) % 2 == 1
@@ -132,7 +173,7 @@ def throttled(
         thread = threading.Thread(target=watch, args=(quotas,), name="quotas", daemon=True)
         thread.start()
         try:
-            yield
+            yield uses
         finally:
             over.set()
             thread.join()

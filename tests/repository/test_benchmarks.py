@@ -494,7 +494,7 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     busy = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(busy) as first, subprocess.Popen(busy) as second:
         try:
-            with throttled(lambda: [second.pid, first.pid], [0.4, 0.15]):
+            with throttled(lambda: [second.pid, first.pid], [0.4, 0.15]) as uses:
                 until_all_are_in_groups(first.pid, second.pid)
                 before = [times_of(process.pid) for process in (first, second)]
                 time.sleep(3.0)
@@ -505,6 +505,7 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     used = [(b.cpu_s - a.cpu_s) / (b.at_s - a.at_s) for a, b in zip(before, after, strict=True)]
     assert used[0] < 0.15 + 0.05
     assert used[1] < 0.4 + 0.05
+    assert [use.cores for use in uses] == pytest.approx([used[1], used[0]], abs=0.05)
 
 
 @pytest.mark.processes
@@ -512,15 +513,13 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
 def test_a_process_whose_quota_changes_uses_the_mean_of_both():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
-            with throttled(lambda: [process.pid], [0.3], slow_share=0.1, every_s=0.5):
+            with throttled(lambda: [process.pid], [0.3], slow_share=0.1, every_s=0.5) as uses:
                 until_all_are_in_groups(process.pid)
-                before = times_of(process.pid)
                 time.sleep(3.0)
-                after = times_of(process.pid)
         finally:
             process.kill()
-    used = (after.cpu_s - before.cpu_s) / (after.at_s - before.at_s)
-    assert used < 0.2 + 0.05
+    [use] = uses
+    assert use.cores < 0.2 + 0.05
 
 
 def test_a_forward_pass_without_a_gradient_records_no_step(tmp_path, monkeypatch):
