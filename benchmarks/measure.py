@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-_CHOICES = ("only", "only_tls", "models", "methods")
+_CHOICES = ("only", "only_tls", "models", "methods", "tuned")
 """Options of benchmarks that choose a part of the cases."""
 
 
@@ -115,12 +115,20 @@ class Report:
         arguments = " ".join(sys.argv[1:])
         arguments = re.sub(r" *--out[ =]\S+", "", arguments).strip()
         command = f"python -m benchmarks.{name} {arguments}".rstrip()
-        is_part = any(getattr(options, name, None) for name in _CHOICES)
+        is_part = any(getattr(options, name, None) is not None for name in _CHOICES)
         return cls(name, command, options.quick, is_part)
 
     def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table and print it."""
         self.add_text(_markdown(columns, rows))
+
+    def add_speeds(self, experiment: str, speeds: Mapping[str, Sequence[float]], over: str) -> None:
+        """Add a table of samples per second by case, and of their ratio to one case."""
+        rows = [
+            (name, Spread.of(values).text(",.0f"), ratios(values, speeds[over]).text(".2f"))
+            for name, values in speeds.items()
+        ]
+        self.add_table((experiment, "samples/s", f"over {over}"), rows)
 
     def add_text(self, paragraph: str) -> None:
         """Add a paragraph and print it at once: the rest may take an hour or fail."""

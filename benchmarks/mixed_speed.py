@@ -13,7 +13,7 @@ The limit is the total speed of plain PyTorch in as many independent, simultaneo
 the same quotas. The figure is the share of it that remains: samples per second over the same number
 of seconds, without the first ones. Peers are DistributedDataParallel, started by torchrun, and Ray
 Train's TorchTrainer, which computes the same. Two further columns say where speed is lost: a worker
-that waits uses less of its quota; one that computes more trains fewer samples per CPU second.
+that waits uses less of its quota; one that computes more per sample trains fewer per CPU second.
 
 Then the time to 99.0% with two workers, one of them slow, as in ``time_to_accuracy.py``: raydl with
 its defaults, the peers at the learning rate that is best for them there. The time of the peers does
@@ -122,7 +122,8 @@ class ThrottledRuns:
         """Run programs, which train ``watching.MODEL``, under the quotas.
 
         Returns:
-            What the programs return, and how many cores their training processes used.
+            What the programs return, and how many cores their training processes used in the
+            measured time.
         """
         notes = self.place.folder / f"notes-{next(self._numbers)}"
         notes.mkdir()
@@ -131,7 +132,8 @@ class ThrottledRuns:
             lambda: _pids(notes), scenario.shares, slow_share=scenario.slow_share
         ) as uses:
             trained = program()
-        return trained, sum(use.cores for use in uses)
+        interval = scenario.skipped, scenario.seconds
+        return trained, sum(use.cores(*interval) for use in uses)
 
 
 def _pids(notes: Path) -> list[int]:

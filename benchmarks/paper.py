@@ -15,7 +15,7 @@ Command:   python -m benchmarks.paper          (--quick: two tables, short; --on
   step of each core, once with 8 in a step of each node, which then computes 68 times as fast as the
   core; the second is a lower bound. Beside it the efficiencies of SC17.
 
-Compare the shapes of the tables with the paper, not their figures: it had 16 to 4,352 cores.
+Compare the shapes of the tables with the paper, not their figures: the paper had 16 to 4,352 cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,17 +78,6 @@ class Setup:
         return self.work.train("--model", model, "--data", self.data_for(model), *arguments)
 
 
-def add_speeds(
-    report: Report, experiment: str, speeds: Mapping[str, Sequence[float]], over: str
-) -> None:
-    """Add samples per second and their ratio to one case, by case."""
-    rows = [
-        (name, Spread.of(values).text(",.0f"), ratios(values, speeds[over]).text(".2f"))
-        for name, values in speeds.items()
-    ]
-    report.add_table((experiment, "samples/s", f"over {over}"), rows)
-
-
 def measure_layers(setup: Setup, report: Report) -> None:
     """Compare one message per exchange with a message per tensor."""
     arguments = ("--method", "sync-easgd", "--period", "1", "--workers", "2")
@@ -98,7 +87,7 @@ def measure_layers(setup: Setup, report: Report) -> None:
             "packed": partial(setup.speed, model, *arguments),
         }
         speeds = interleaved(cases, repeats=setup.repeats)
-        add_speeds(report, f"messages, {model}", speeds, "per tensor")
+        report.add_speeds(f"messages, {model}", speeds, "per tensor")
         value = ratios(speeds["packed"], speeds["per tensor"])
         report.add_figures(Figure(name=f"paper.layers.{model}.packed", value=value, target=1.0))
 
@@ -118,7 +107,7 @@ def measure_partition(setup: Setup, report: Report) -> None:
     names = {number: f"{number} of {max(1, num_cores // number)} threads" for number in parts}
     cases = {names[number]: partial(speed, number) for number in parts}
     speeds = interleaved(cases, repeats=setup.repeats)
-    add_speeds(report, "parts of the machine", speeds, names[1])
+    report.add_speeds("parts of the machine", speeds, names[1])
     for number in parts[1:]:
         value = ratios(speeds[names[number]], speeds[names[1]])
         report.add_figures(Figure(name=f"paper.partition.{number}-parts", value=value))
@@ -256,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in chosen:
             try:
                 EXPERIMENTS[name](setup, report)
-            except (RunError, AssertionError) as error:  # the other experiments take an hour or two
+            except (RunError, AssertionError) as error:  # the other experiments take an hour
                 report.add_text(f"{name} was not measured: {error}")
                 failed.append(name)
     report.close(options.out)

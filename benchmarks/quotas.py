@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.watching import stat_fields
 
 _PERIOD_US = 10_000
 _ROOT = Path("/sys/fs/cgroup")
@@ -93,40 +94,30 @@ class Quotas:
             (self._groups[number] / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
 
 
-@dataclass
 class CpuUse:
-    """The CPU time that a process has used since it got its quota."""
+    """The CPU time that a process uses with its quota.
 
-    pid: int
-    first: tuple[float, float]
-    """(Time, CPU seconds of all threads until then)."""
-    last: tuple[float, float]
+    Args:
+        pid: id of the process.
+    """
 
-    @classmethod
-    def of(cls, pid: int) -> CpuUse:
-        """Return the use of a process that gets its quota now."""
-        now = time.monotonic(), _cpu_s(pid) or 0.0
-        return cls(pid, now, now)
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._points: list[tuple[float, float]] = []
 
-    def update(self) -> None:
-        """Read the CPU time; keep the last one if the process has ended."""
-        if cpu_s := _cpu_s(self.pid):
-            self.last = time.monotonic(), cpu_s
+    def note(self) -> None:
+        """Note the CPU time so far; do nothing if the process has ended."""
+        with contextlib.suppress(OSError):
+            fields = stat_fields(self.pid)
+            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            self._points.append((time.monotonic(), cpu_s))
 
-    @property
-    def cores(self) -> float:
-        """CPU time per second."""
-        seconds = self.last[0] - self.first[0]
-        return (self.last[1] - self.first[1]) / seconds if seconds else 0.0
-
-
-def _cpu_s(pid: int) -> float | None:
-    """Return the CPU time of a process, or None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def cores(self, start_s: float, stop_s: float) -> float:
+        """Return the CPU time per second in an interval, in seconds since the first note."""
+        began = self._points[0][0]
+        within = [point for point in self._points if start_s <= point[0] - began <= stop_s]
+        (began, before), (ended, after) = within[0], within[-1]
+        return (after - before) / (ended - began)
 
 
 @contextlib.contextmanager
@@ -155,12 +146,12 @@ def throttled(
         began: float | None = None
         was_slow = False
         while not over.wait(_POLL_EVERY_S):
-            for use in uses:
-                use.update()
             for pid in pids():
                 if len(uses) < len(shares) and all(pid != use.pid for use in uses):
                     quotas.add(pid, len(uses))
-                    uses.append(CpuUse.of(pid))
+                    uses.append(CpuUse(pid))
+            for use in uses:
+                use.note()
             if slow_share is None or len(uses) < len(shares):
                 continue
             began = began or time.monotonic()

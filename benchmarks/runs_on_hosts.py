@@ -76,14 +76,14 @@ class Cluster:
     ) -> dict[str, Any]:
         """Run ``raydl train`` in host 0 and return the figures of ``result.json``.
 
-        A further figure is ``steady_samples_per_s``, from the first record of the training to the
-        last.
+        A further figure is ``steady_samples_per_s``, from the first record after the skipped
+        samples to the last one of the training.
 
         Args:
             arguments: options of the command.
             is_scored: whether evaluations and checkpoints follow the options; else the center is
                 evaluated at the end only.
-            num_skipped: samples at the start that the further figure leaves out.
+            num_skipped: samples at the start that ``steady_samples_per_s`` leaves out.
 
         Raises:
             RunError: if the run failed or did not end in time.
@@ -172,11 +172,11 @@ def cluster(
 
 
 def _steady_rate(run_dir: Path, num_skipped: int) -> float:
-    """Return the samples per second from a run's first record to the last one of its training.
+    """Return the samples per second from the first record after some samples to the last one.
 
-    The time before, in which the center is sent and the workers form their group, does not count,
-    nor do the skipped samples, nor does the last report, which waits for the center to be sent back
-    over the link.
+    The time before the first record, in which the center is sent and the workers form their group,
+    does not count, nor does the last report, which waits for the center to be sent back over the
+    link.
 
     Raises:
         RunError: if there are too few records.
@@ -188,7 +188,8 @@ def _steady_rate(run_dir: Path, num_skipped: int) -> float:
     last = bisect.bisect_left(curve.seconds, curve.seconds[-1] - _AT_ONCE_S) - 1
     first = bisect.bisect_left(curve.samples, num_skipped)
     if last - first < _FEWEST_RECORDS - 1:
-        raise RunError(f"a run of {len(curve)} records is too short for a rate; use more samples")
+        number = max(0, last - first + 1)
+        raise RunError(f"{number} records after {num_skipped} samples are too few; train longer")
     seconds = curve.seconds[last] - curve.seconds[first]
     return (curve.samples[last] - curve.samples[first]) / seconds
 

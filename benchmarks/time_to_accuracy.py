@@ -18,16 +18,17 @@ The peers are DistributedDataParallel, started by torchrun, and in Ray Train's T
 computes the same. Their learning rate and momentum are the best of ten, chosen first with one seed:
 those that need the fewest samples, with torchrun; the quick form takes one of them and runs Ray
 Train alone. raydl's methods run with their defaults and, as further cases, at the best of the same
-ten, chosen in the same way. The momentum forms of EASGD and of sync-sgd are then no cases of their
-own, since momentum is among the ten. ``--tuned`` names other methods to tune. ``--also`` measures
-sync-easgd with further settings beside the defaults.
+ten, chosen in the same way. async-msgd, hogwild-msgd and eamsgd are tried only with momentum;
+async-, hogwild- and sync-measgd and sync-msgd are not tuned, since each equals another method with
+momentum. ``--tuned`` names other methods to tune. ``--also`` measures sync-easgd with further
+settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
 had; ratios to it are lower bounds. A case of which a run crashes has no figures. The full form
 takes about two hours on two cores, the tuning more than one of them. The targets are that each
 method needs longer than sync-easgd with its defaults, except hogwild-easgd, which may tie; that the
-peers need 1.3 times as long; and that, with and without tuning, the first of all methods is one of
-the EASGD or DiLoCo family.
+peers need 1.3 times as long; and that the first of all methods, tuned or not, is one of the EASGD
+or DiLoCo family.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ TUNED = " tuned"
 """Suffix of the name of a method whose learning rate and momentum were chosen."""
 OURS_TUNED = f"{OURS}{TUNED}"
 FAMILIES = re.compile("easgd|eamsgd|diloco")
-"""Found in the names of the methods of the EASGD and DiLoCo families."""
+"""Matches the names of the methods of the EASGD and DiLoCo families."""
 SAME_WITH_MOMENTUM = ("async-measgd", "hogwild-measgd", "sync-measgd", "sync-msgd")
-"""Methods that are another one with momentum."""
+"""Methods that equal another one with momentum; tuning covers them there."""
+_MISSED = Spread(0.0, 0.0, 0.0)
 OVER_PEER = 1.3
 TIE = 0.95
 """Lower bound for the time of ``TIED``: runs with the same seed differ by as much."""
@@ -147,7 +149,10 @@ def reached_by_peer(run: Trained, *, accuracy: float) -> Reached:
 
 
 def rates_of(method: str) -> tuple[Rate, ...]:
-    """Return the candidates of a method; without momentum a momentum form is another method."""
+    """Return the candidates of a method.
+
+    A momentum form is tried only with momentum: without it, it is another method.
+    """
     return tuple(rate for rate in RATES if rate.momentum or not METHODS[method].momentum)
 
 
@@ -239,8 +244,8 @@ def cases_of(
         try:
             return train_raydl(place, data, plan, methods[name], seed=seeds())
         except RunError as error:
-            if name == OURS:  # all others are compared with it
-                raise
+            if name == OURS and not isinstance(error, TimeOutError):
+                raise  # all others are compared with it
             return failed(name, error)
 
     def other(peer: str, seeds: Callable[[], int]) -> Reached:
@@ -281,14 +286,12 @@ def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
         [(name, *_row(runs)) for name, runs in cases.items()],
     )
     cases = without_crashes(report, cases)
-    ours = _seconds(cases[OURS])
-    has_missed = not all(run.is_reached for run in cases[OURS])
-    if has_missed:
+    if not all(run.is_reached for run in cases[OURS]):
         report.add_text(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
     for name, runs in cases.items():
         report.add_figures(seconds_of("time_to_accuracy", name, _seconds(runs)))
         if name != OURS:
-            value = Spread(0.0, 0.0, 0.0) if has_missed else ratios(_seconds(runs), ours)
+            value = _over(runs, cases[OURS])
             figure = f"time_to_accuracy.{_in_figures(name)}_over_{OURS}"
             report.add_figures(Figure(name=figure, value=value, target=_target_of(name)))
     _add_peers_over_tuned(report, cases)
@@ -306,7 +309,7 @@ def _add_peers_over_tuned(report: Report, cases: Mapping[str, Sequence[Reached]]
     """Add the peers' time over that of sync-easgd, both tuned."""
     for peer in PEERS if OURS_TUNED in cases else ():
         if peer in cases:
-            value = ratios(_seconds(cases[peer]), _seconds(cases[OURS_TUNED]))
+            value = _over(cases[peer], cases[OURS_TUNED])
             figure = f"time_to_accuracy.{_in_figures(peer)}_over_{_in_figures(OURS_TUNED)}"
             report.add_figures(Figure(name=figure, value=value, target=OVER_PEER))
 
@@ -324,14 +327,21 @@ def _add_first_of_families(report: Report, cases: Mapping[str, Sequence[Reached]
     in_order = sorted(reached, key=lambda name: statistics.median(reached[name]))
     inside = next((name for name in in_order if FAMILIES.search(name)), None)
     outside = next((name for name in in_order if not FAMILIES.search(name)), None)
-    if inside and outside:
+    if outside:
         report.add_text(
             f"The first of the EASGD and DiLoCo families: {inside}; of others: {outside}"
         )
-        value = ratios(reached[outside], reached[inside])
+        value = ratios(reached[outside], reached[inside]) if inside else _MISSED
         report.add_figures(
             Figure(name="time_to_accuracy.others_over_families", value=value, target=1.0)
         )
+
+
+def _over(runs: Sequence[Reached], ours: Sequence[Reached]) -> Spread:
+    """Return the ratio of the times; 0, which meets no target, if ours did not reach the end."""
+    if not all(run.is_reached for run in ours):
+        return _MISSED
+    return ratios(_seconds(runs), _seconds(ours))
 
 
 def _seconds(runs: Sequence[Reached]) -> list[float]:
@@ -367,7 +377,7 @@ def _parser() -> argparse.ArgumentParser:
         samples={"type": int, "help": "most samples of a run; the learning rate ends at 0 there"},
         scored_every={"type": int, "help": "samples between two evaluations"},
         methods={"help": "methods of raydl besides sync-easgd, with commas; default: all"},
-        tuned={"help": "methods to tune as the peers are, with commas; default: all that differ"},
+        tuned={"help": "methods to tune as the peers are, with commas; default: those measured"},
         also={"default": "", "help": "further settings to measure, as one argument"},
     )
 
@@ -376,7 +386,9 @@ def main() -> None:
     """Measure and report."""
     parser = _parser()
     options = parser.parse_args()
-    tuned = [] if options.quick else [name for name in METHODS if name not in SAME_WITH_MOMENTUM]
+    others = options.methods.split(",") if options.methods else METHODS
+    names = (OURS,) if options.quick else (OURS, *(m for m in others if m != OURS))
+    tuned = [] if options.quick else [name for name in names if name not in SAME_WITH_MOMENTUM]
     if options.tuned is not None:
         tuned = list(filter(None, options.tuned.split(",")))
     if unknown := [name for name in tuned if name not in METHODS]:
@@ -387,8 +399,6 @@ def main() -> None:
         samples=options.samples or defaults.samples,
         scored_every=options.scored_every or defaults.scored_every,
     )
-    others = options.methods.split(",") if options.methods else METHODS
-    names = (OURS,) if options.quick else (OURS, *(m for m in others if m != OURS))
     methods: dict[str, tuple[str, ...]] = {name: ("--method", name) for name in names}
     if options.also:
         methods[ALSO] = (*methods[OURS], *shlex.split(options.also))
@@ -400,15 +410,15 @@ def main() -> None:
         rate = _QUICK_RATE if options.quick else best_rate(DDP, train, RATES)
         chosen = {name: tuned_arguments(place, data, plan, name) for name in tuned}
         methods |= {f"{name}{TUNED}": arguments for name, arguments in chosen.items()}
+        if chosen:
+            rows = [(f"{name}{TUNED}", " ".join(arguments)) for name, arguments in chosen.items()]
+            report.add_table(("case", "options"), rows)
         cases = cases_of(place, data, plan, rate, methods, peers)
         results = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
     report.add_text(
         f"{plan.accuracy:.1%} on the test set, evaluated every {plan.scored_every:,} samples of at "
         f"most {plan.samples:,}; {' and '.join(peers)} at a learning rate of {rate}."
     )
-    if chosen:
-        rows = [(f"{name}{TUNED}", " ".join(arguments)) for name, arguments in chosen.items()]
-        report.add_table(("case", "options"), rows)
     add_results(report, results)
     report.close(options.out)
 

@@ -277,7 +277,7 @@ def processes_of(session: int) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         with suppress(OSError):  # the process has ended
-            state, _, _, session_of_process = _stat(int(entry.name))[:4]
+            state, _, _, session_of_process = stat_fields(int(entry.name))[:4]
             if int(session_of_process) == session and state not in "ZX":
                 cmdline = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                 commands[int(entry.name)] = cmdline.decode(errors="replace").strip()
@@ -291,10 +291,10 @@ def started_at(pid: int) -> float:
         OSError: if the process has ended.
     """
     up_s = float(Path("/proc/uptime").read_text().split()[0])
-    return time.monotonic() - up_s + int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - up_s + int(stat_fields(pid)[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the command: state, parent, group, session, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 

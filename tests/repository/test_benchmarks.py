@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import page, watching
+from benchmarks.allreduces import MOST_SUMS, Measured, Plan, compare
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.limits import LIMITS, limit_of
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios, version
@@ -29,6 +30,7 @@ from benchmarks.time_to_accuracy import (
     DDP,
     RATES,
     RAY_TRAIN,
+    SAME_WITH_MOMENTUM,
     Reached,
     add_results,
     failed,
@@ -37,6 +39,8 @@ from benchmarks.time_to_accuracy import (
     reached_by_raydl,
 )
 from raydl import models
+from raydl.collective.allreduce import ALGORITHMS, LIBRARY, AllreduceProfiler
+from raydl.core.methods import METHODS
 from raydl.data import Normalizer, load
 from raydl.ray_backend.liveness import times_of
 
@@ -240,8 +244,62 @@ def test_a_method_outside_the_easgd_and_diloco_families_that_is_first_misses_the
 
 
 def test_all_methods_get_the_same_rates_but_a_momentum_form_only_those_with_momentum():
-    assert rates_of("sync-sgd") == rates_of("async-diloco") == RATES
-    assert rates_of("eamsgd") == tuple(rate for rate in RATES if rate.momentum == 0.9)
+    with_momentum = tuple(rate for rate in RATES if rate.momentum)
+    for name, row in METHODS.items():
+        assert rates_of(name) == (with_momentum if row.momentum else RATES)
+
+
+def test_a_method_that_is_not_tuned_is_a_tuned_one_with_momentum():
+    def rule_and_strategy(name: str) -> tuple[object, ...]:
+        row = METHODS[name]
+        return row.make_rule, row.strategy, row.period, row.nesterov, row.is_momentum_at_center
+
+    tuned = {rule_and_strategy(name) for name in METHODS if name not in SAME_WITH_MOMENTUM}
+    assert {rule_and_strategy(name) for name in SAME_WITH_MOMENTUM} <= tuned
+
+
+def test_a_tuned_method_has_no_target_and_a_peer_one_over_the_tuned_sync_easgd():
+    reached = Reached(seconds=20.0, training_s=20.0, samples=9, best=0.99, is_reached=True)
+    cases = {
+        "sync-easgd": [reached],
+        "sync-easgd tuned": [dataclasses.replace(reached, seconds=10.0)],
+        DDP: [dataclasses.replace(reached, seconds=16.0)],
+    }
+    report = Report("time_to_accuracy", "", is_quick=False)
+    add_results(report, cases)
+    targets = {figure.name.partition(".")[2]: figure.target for figure in report.figures}
+    assert targets["sync-easgd-tuned_over_sync-easgd"] is None
+    [figure] = [f for f in report.figures if f.name.endswith("ddp_over_sync-easgd-tuned")]
+    assert (figure.value.median, figure.target, figure.is_met) == (1.6, 1.3, True)
+
+
+def test_auto_has_chosen_an_all_reduce_before_its_measured_time():
+    profiler = AllreduceProfiler([LIBRARY, *ALGORITHMS])
+    num_sums = 0
+    while not profiler.chosen:
+        profiler.add(profiler.next_algorithm(), 1.0)
+        profiler.agree(SimpleNamespace(rank=0, num_workers=1))
+        num_sums += 1
+    assert num_sums == MOST_SUMS
+
+
+def test_a_comparison_of_all_reduces_that_fails_leaves_the_others(capsys):
+    def measure(model: str, allreduce: str) -> Measured:
+        if model == "resnet20":
+            return Measured.of(1.0, allreduce, {"allreduce": None, "generations": 2})
+        chosen = None if allreduce == "library" else {"algorithm": "ring"}
+        speed = 8.0 if allreduce == "library" else 10.0
+        return Measured.of(speed, allreduce, {"allreduce": chosen, "generations": 1})
+
+    report = Report("allreduces", "", is_quick=False)
+    plan = Plan(["resnet20", "lenet"], ["library", "auto"], repeats=2)
+    compare(measure, report, "one node", plan)
+    [figure] = report.figures
+    assert figure.name == "allreduces.one-node.lenet.auto"
+    assert (figure.value.median, figure.is_met) == (1.25, True)
+    printed = capsys.readouterr().out
+    assert "resnet20 on one node was not measured: a run had 2 generations" in printed
+    assert "`auto` chose: ring, ring" in printed
 
 
 def test_every_figure_beside_other_libraries_is_one_that_its_benchmark_writes(root):
@@ -505,7 +563,8 @@ def test_processes_get_the_quotas_in_the_order_in_which_they_appear():
     used = [(b.cpu_s - a.cpu_s) / (b.at_s - a.at_s) for a, b in zip(before, after, strict=True)]
     assert used[0] < 0.15 + 0.05
     assert used[1] < 0.4 + 0.05
-    assert [use.cores for use in uses] == pytest.approx([used[1], used[0]], abs=0.05)
+    cores = [use.cores(0.0, 3.0) for use in uses]
+    assert cores == pytest.approx([used[1], used[0]], abs=0.05)
 
 
 @pytest.mark.processes
@@ -519,7 +578,7 @@ def test_a_process_whose_quota_changes_uses_the_mean_of_both():
         finally:
             process.kill()
     [use] = uses
-    assert use.cores < 0.2 + 0.05
+    assert 0.13 < use.cores(0.0, 3.0) < 0.2 + 0.05
 
 
 def test_a_forward_pass_without_a_gradient_records_no_step(tmp_path, monkeypatch):
