@@ -143,7 +143,10 @@ COMPARISONS = (
         "seconds to 99.0% on MNIST with two equal workers, each library tuned",
         "`sync-easgd`",
         "time_to_accuracy.sync-easgd-tuned.seconds",
-        {"Ray Train": "time_to_accuracy.ray-train.seconds"},
+        {
+            "torchrun DDP": "time_to_accuracy.torchrun-ddp.seconds",
+            "Ray Train": "time_to_accuracy.ray-train.seconds",
+        },
     ),
     Comparison(
         "seconds from the command to the first step",

@@ -25,7 +25,7 @@ settings beside the defaults.
 
 A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
 had; ratios to it are lower bounds. A case of which a run crashes has no figures. The full form
-takes about two hours on two cores, the tuning more than one of them. The targets are that each
+takes two and a half hours on two cores, the tuning 90 minutes of it. The targets are that each
 method needs longer than sync-easgd with its defaults, except hogwild-easgd, which may tie; that the
 peers need 1.3 times as long; and that the first of all methods, tuned or not, is one of the EASGD
 or DiLoCo family.
