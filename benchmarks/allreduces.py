@@ -192,7 +192,7 @@ def compare(measure: Measure, report: Report, site: str, plan: Plan) -> None:
 def compare_on_hosts(
     data: Mapping[str, str], seconds: float, report: Report, site: str, plan: Plan
 ) -> None:
-    """Do the same on hosts; arguments as for ``train_on_one_node``."""
+    """Compare the all-reduces on the hosts of a site; data and seconds as for a run on one node."""
     number, cpus_per_worker = SITES[site]
     with cluster(number) as hosts:
         hosts.limit(MBIT)

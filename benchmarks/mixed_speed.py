@@ -216,7 +216,7 @@ def times_of(
     }
 
 
-def add_speeds(
+def add_scenario(
     report: Report, name: str, scenario: Scenario, cases: Mapping[str, Sequence[Speed]]
 ) -> None:
     """Add the table and the figures of a scenario to a report."""
@@ -290,7 +290,7 @@ def _measure_speeds(
         methods = [BY_SPEED] if report.is_quick else list(METHODS)
         has_ray_train = not report.is_quick and scenario.num_workers == 2
         cases = speeds_of(runs, scenario, data, methods, with_ray_train=has_ray_train)
-        add_speeds(report, name, scenario, interleaved(cases, repeats=repeats))
+        add_scenario(report, name, scenario, interleaved(cases, repeats=repeats))
 
 
 def main() -> None:
