@@ -12,7 +12,7 @@ steady speed without starts, evaluations and checkpoints, raydl clips gradients 
 plain process does not, and both sides read decoded pictures from memory, copy them through pinned
 memory, and normalize them on the GPU.
 
-LeNet alone takes five and a half minutes.
+Each network takes about five minutes.
 """
 
 from __future__ import annotations
