@@ -1,11 +1,13 @@
 """Writes the page of all benchmarks from their results.
 
 Command:   python -m benchmarks.page [--results FOLDER] [--out docs/benchmarks.md]
+                                     [--readme README.md]
 
 Each benchmark with ``--out FOLDER`` leaves NAME.md and NAME.json there (``measure.py``). The page
 has a table of raydl beside the other libraries, one of all figures that have a target, one of what
 limits those that miss it (``limits.py``), then a section per benchmark: a chart of these figures
 relative to their targets, and the benchmark's own report. Short runs (``--quick``) are left out.
+Five rows of the first table are in the README, too.
 ``make bench`` writes the page at its end. The results are kept under version control, so that
 ``make bench BENCHMARKS="NAME NAME"`` renews some sections of the page and keeps the others; each
 section says when, where and of which commit it was measured.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +42,9 @@ _BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is 
 other library. The others ran without a hot spare; each row with `--spares 1` is followed by raydl
 without one. The sections below say what each library had to do.
 """
+_HEAD = """| | raydl | others, the best first | times as good as the best other | |
+|---|---|---|---|---|
+"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Comparison:
     """Name of raydl's figure."""
     peers: Mapping[str, str]
     """Names of the others' figures, by library."""
+    is_in_readme: bool = False
+    """Whether the README shows it, too."""
 
 
 COMPARISONS = (
@@ -67,7 +75,7 @@ COMPARISONS = (
         },
     ),
     Comparison(
-        "the same without a spare",
+        "share of the quiet speed while one of two workers is killed every 15 s, without a spare",
         "`sync-easgd --workers 1:2`",
         "goodput.sync-easgd-1:2-worker",
         {
@@ -75,6 +83,7 @@ COMPARISONS = (
             "hivemind": "goodput.hivemind-worker",
             "Ray Train": "goodput.ray-train-worker",
         },
+        is_in_readme=True,
     ),
     Comparison(
         "seconds until three workers train again after one was killed",
@@ -83,10 +92,11 @@ COMPARISONS = (
         {"Ray Train": "recovery.ray-train.full_strength_s"},
     ),
     Comparison(
-        "the same without a spare",
+        "seconds until three workers train again after one was killed, without a spare",
         "`sync-easgd --workers 2:3`",
         "recovery.sync-easgd-2:3.full_strength_s",
         {"Ray Train": "recovery.ray-train.full_strength_s"},
+        is_in_readme=True,
     ),
     Comparison(
         "seconds of progress lost when one of three workers is killed",
@@ -102,9 +112,10 @@ COMPARISONS = (
             "torchrun DDP": "mixed_speed.slow.torchrun-ddp",
             "Ray Train": "mixed_speed.slow.ray-train",
         },
+        is_in_readme=True,
     ),
     Comparison(
-        "seconds to 99.0% on MNIST with these two workers",
+        "seconds to 99.0% on MNIST with two workers, one of which has a third of the other's speed",
         "`async-easgd`",
         "mixed_speed.async-easgd.seconds",
         {
@@ -120,6 +131,7 @@ COMPARISONS = (
             "torchrun DDP": "thin_link.ddp.100.samples_per_s",
             "torchrun DDP with PowerSGD": "thin_link.ddp-powersgd.100.samples_per_s",
         },
+        is_in_readme=True,
     ),
     Comparison(
         "samples/s on a link of 25 Mbit/s",
@@ -147,6 +159,7 @@ COMPARISONS = (
             "torchrun DDP": "time_to_accuracy.torchrun-ddp.seconds",
             "Ray Train": "time_to_accuracy.ray-train.seconds",
         },
+        is_in_readme=True,
     ),
     Comparison(
         "seconds from the command to the first step",
@@ -159,7 +172,7 @@ COMPARISONS = (
         },
     ),
     Comparison(
-        "the same on a Ray cluster that is running",
+        "seconds from the command to the first step, on a Ray cluster that is running",
         "`sync-easgd`",
         "startup.cluster.raydl_s",
         {"Ray Train": "startup.cluster.ray-train_s"},
@@ -204,16 +217,41 @@ def page_of(results: dict[str, tuple[list[Figure], str]], charts: str) -> str:
 
 def _beside_others(results: dict[str, tuple[list[Figure], str]]) -> list[str]:
     """Return a section with a table of raydl and the other libraries, as far as it was measured."""
+    rows = _rows(COMPARISONS, results)
+    return ["## Beside other libraries", _BESIDE_OTHERS, _HEAD + rows] if rows else []
+
+
+def readme_of(readme: str, results: dict[str, tuple[list[Figure], str]], page: str) -> str:
+    """Return a README with its rows of the page.
+
+    Args:
+        readme: the README, in which these rows may be older.
+        results: figures and report by benchmark.
+        page: path of the page, relative to the README.
+
+    Raises:
+        SystemExit: if the README has no such table.
+    """
+    before, head, rest = readme.partition(_HEAD)
+    if not head:
+        raise SystemExit(f"the README has no table that begins with {_HEAD.splitlines()[0]}")
+    after = re.sub(r"\A(\|.*\n)*", "", rest)
+    shown = [comparison for comparison in COMPARISONS if comparison.is_in_readme]
+    return f"{before}{head}{_rows(shown, results, page)}\n{after}"
+
+
+def _rows(
+    comparisons: Sequence[Comparison],
+    results: dict[str, tuple[list[Figure], str]],
+    page: str = "",
+) -> str:
+    """Return the rows of those that were measured; they link to the sections of a page."""
     measured = {figure.name: figure for figures, _ in results.values() for figure in figures}
-    rows = [row for comparison in COMPARISONS if (row := _row(comparison, measured))]
-    if not rows:
-        return []
-    head = "| | raydl | others, the best first | times as good as the best other | |"
-    lines = [head, "|---|---|---|---|---|", *rows]
-    return ["## Beside other libraries", _BESIDE_OTHERS, "\n".join(lines)]
+    rows = [_row(comparison, measured, page) for comparison in comparisons]
+    return "\n".join(row for row in rows if row)
 
 
-def _row(comparison: Comparison, measured: Mapping[str, Figure]) -> str | None:
+def _row(comparison: Comparison, measured: Mapping[str, Figure], page: str) -> str | None:
     """Return a row: the quantity, its value for raydl and for each other, and the ratio.
 
     None: it was not measured for raydl or for any other. Without the figure of one of the others,
@@ -238,7 +276,7 @@ def _row(comparison: Comparison, measured: Mapping[str, Figure]) -> str | None:
     is_whole = len(peers) == len(comparison.peers)
     verdict = f"{ratio:.3g} | {'🟢' if ratio >= 1 else '🔴'}" if is_whole else " | "
     return (
-        f"| [{comparison.what}](#{benchmark}) | **{_number(value)}** {comparison.settings} | "
+        f"| [{comparison.what}]({page}#{benchmark}) | **{_number(value)}** {comparison.settings} | "
         f"{', '.join(others)} | {verdict} |"
     )
 
@@ -330,10 +368,11 @@ def _relative(figure: Figure, value: float) -> float:
 
 
 def main() -> None:
-    """Write the page and its charts."""
+    """Write the page, its charts, and the README's rows of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     options = parser.parse_args()
     results = read_results(options.results)
     folder = options.out.with_suffix("")
@@ -342,6 +381,8 @@ def main() -> None:
         if any(figure.target is not None for figure in figures):
             draw(figures, folder / f"{name}.svg")
     options.out.write_text(page_of(results, folder.name))
+    page = os.path.relpath(options.out, options.readme.parent)
+    options.readme.write_text(readme_of(options.readme.read_text(), results, page))
     print(f"{options.out}: {len(results)} benchmarks")
 
 

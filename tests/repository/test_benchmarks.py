@@ -135,7 +135,12 @@ def test_the_page_of_all_benchmarks_has_each_target_and_each_whole_report(tmp_pa
             Figure(name=f"{name}.b.speed", value=Spread.of([value])),
         )
         report.close(results)
-    monkeypatch.setattr("sys.argv", ["page", "--results", str(results), "--out", str(out)])
+    readme = tmp_path / "README.md"
+    readme.write_text(page._HEAD)
+    monkeypatch.setattr(
+        "sys.argv",
+        ["page", "--results", str(results), "--out", str(out), "--readme", str(readme)],
+    )
     page.main()
     text = out.read_text()
     assert "| [ladder](#ladder) | a.speed | 2 (2 to 2) | at least 1 | 🟢 |" in text
@@ -186,6 +191,24 @@ def test_the_page_shows_raydl_beside_the_best_other_library(
         assert "what is measured" not in text
     else:
         assert f"| [what is measured](#bench) | {row}" in text
+
+
+def test_the_readme_shows_some_rows_of_the_page(tmp_path, monkeypatch):
+    report = Report("bench", "python -m benchmarks.bench", is_quick=False)
+    report.add_figures(*(Figure(name=f"bench.{n}", value=Spread.of([2.0])) for n in "abc"))
+    report.close(tmp_path)
+    results = page.read_results(tmp_path)
+    compared = [
+        page.Comparison(f"speed of {ours}", "`raydl`", f"bench.{ours}", {"X": "bench.c"}, shown)
+        for ours, shown in (("a", True), ("b", False))
+    ]
+    monkeypatch.setattr(page, "COMPARISONS", compared)
+    text = page.readme_of(f"One.\n\n{page._HEAD}| old | row |\n\nTwo.\n", results, "docs/page.md")
+    row = "| [speed of a](docs/page.md#bench) | **2** `raydl` | X 2 | 1 | 🟢 |"
+    assert text == f"One.\n\n{page._HEAD}{row}\n\nTwo.\n"
+    assert page.readme_of(text, results, "docs/page.md") == text
+    with pytest.raises(SystemExit, match="has no table that begins with"):
+        page.readme_of("Nothing.", results, "docs/page.md")
 
 
 def test_a_report_of_a_part_does_not_replace_that_of_the_whole(tmp_path, monkeypatch):
@@ -332,9 +355,12 @@ def test_a_report_names_the_commit_that_was_measured(tmp_path, monkeypatch):
     assert version() == f"raydl {metadata.version('elastic-raydl')}"
 
 
-def test_the_page_in_the_docs_is_made_from_the_results_under_version_control(root):
+def test_the_page_and_the_readme_are_made_from_the_results_under_version_control(root):
     results = page.read_results(root / "benchmarks/results")
     assert (root / "docs/benchmarks.md").read_text() == page.page_of(results, "benchmarks")
+    readme = (root / "README.md").read_text()
+    assert readme == page.readme_of(readme, results, "docs/benchmarks.md")
+    assert sum(line.endswith(("🟢 |", "🔴 |")) for line in readme.splitlines()) == 5
 
 
 def test_the_page_says_of_each_missed_target_what_limits_it_and_where_it_was_measured(root):
