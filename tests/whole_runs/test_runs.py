@@ -16,7 +16,7 @@ import time
 from ipaddress import ip_address
 
 import pytest
-from clusters import actor_pids, cluster_environment
+from clusters import cluster_environment
 from processes import (
     command_of,
     descendants_of,
