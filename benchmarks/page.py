@@ -7,7 +7,8 @@ Each benchmark with ``--out FOLDER`` leaves NAME.md and NAME.json there (``measu
 has a table of raydl beside the other libraries, one of all figures that have a target, one of what
 limits those that miss it (``limits.py``), then a section per benchmark: a chart of these figures
 relative to their targets, and the benchmark's own report. Short runs (``--quick``) are left out.
-Five rows of the first table are in the README, too.
+The README shows some rows of the first table.
+
 ``make bench`` writes the page at its end. The results are kept under version control, so that
 ``make bench BENCHMARKS="NAME NAME"`` renews some sections of the page and keeps the others; each
 section says when, where and of which commit it was measured.
