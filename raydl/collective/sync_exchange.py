@@ -13,6 +13,9 @@ messages, where the all-reduce of uncompressed ones sends less than 2. If the ru
 lossy codec loses nothing: the message is the difference to the center, replica and center apply the
 difference as decoded, and the remainder is still part of the difference at the next exchange.
 Gradients and progress are sent only once, so error feedback adds the residual to the next message.
+A gradient is encoded as the mean over its samples, and each rank weighs it by their number, from
+the header: the residual of a full batch may meet a small one, or none. If the codec was changed to
+none, the next uncompressed message contains the residual.
 
 SC17 partitions a chip into groups of cores that keep identical weights by summing gradients; here
 a group of workers is one replica in several processes. Only groups exchange with the center.
@@ -30,7 +33,14 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Header, host_like, toward_center
+from raydl.core.exchange import (
+    Arrival,
+    Header,
+    host_like,
+    mean_message,
+    message_weight,
+    toward_center,
+)
 from raydl.core.reports import AllreduceReport
 from raydl.core.rules import Sends, Tally
 from raydl.metrics import TimeParts
@@ -138,6 +148,47 @@ def _sums_over_replicas(
     return Tally(num_replicas, num_replicas, sums.num_samples), sums
 
 
+class _Feedback:
+    """What a rank's messages have left out of gradients or progress, in one span.
+
+    Args:
+        feedback: this worker's codec, with its residual so far.
+        sends: what the rule sends.
+        num_workers: number of messages in a sum.
+    """
+
+    def __init__(self, feedback: ErrorFeedback, sends: Sends, num_workers: int) -> None:
+        self._feedback = feedback
+        self._sends = sends
+        self._num_workers = num_workers
+        self._weight = 1.0
+
+    def weight(self, num_samples: float) -> float:
+        """Return what a message counts in the sum, by the samples in its header."""
+        return message_weight(self._sends, num_samples)
+
+    def encode(self, values: Tensor, header: Header) -> Tensor:
+        """Return the message of values + residual, in the unit of one sample for a gradient."""
+        self._weight = self.weight(header.num_samples)
+        mean = mean_message(values, self._weight)
+        return self._feedback.encode(mean, share=float(self._weight > 0))
+
+    def complete(self, values: Tensor, header: Header) -> Tensor:
+        """Return values + residual, without a codec; the same tensor if there is no residual."""
+        if not self._feedback.holds_back:
+            self._feedback.clear()
+            return values
+        self.encode(values, header)
+        return self._feedback.decoded.mul_(self._weight)
+
+    def commit(self, sums: Header) -> None:
+        """Keep what the message has left out, by what it counted in the sum."""
+        if not self._feedback.is_open:
+            return
+        mean_weight = self.weight(sums.num_samples / self._num_workers)
+        self._feedback.commit(self._weight / mean_weight if mean_weight else 0.0)
+
+
 class SyncExchange:
     """One rank's exchanges with one span of the center, in one generation.
 
@@ -148,6 +199,9 @@ class SyncExchange:
         round: number of the first round.
         pieces: sizes of the parts to send one by one, which sum to the number of weights; None:
             all in one message.
+        sends: what the rule sends.
+        feedback: what messages of an earlier codec have left out; None for a rule that sends
+            weights.
         group_size: number of workers that share one replica and send the same weights.
     """
 
@@ -159,6 +213,8 @@ class SyncExchange:
         span: slice,
         round: int,
         pieces: Sequence[int] | None = None,
+        sends: Sends = Sends.WEIGHTS,
+        feedback: ErrorFeedback | None = None,
         group_size: int = 1,
     ) -> None:
         self.center = center
@@ -166,6 +222,8 @@ class SyncExchange:
         self.round = round
         self._group = group
         self._group_size = group_size
+        self._feedback = None if feedback is None else _Feedback(feedback, sends, group.num_workers)
+        self._sums = Header()
         self._work: list[Work] = []
         self._tally = Tally(0, 0, 0.0)
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
@@ -186,7 +244,10 @@ class SyncExchange:
     ) -> None:
         """Copy the message to scratch memory and start the sum."""
         assert not self._work, "an exchange is in progress"
-        self._weights.copy_(toward_center(weights, self.center.weights, distrust))
+        weights = toward_center(weights, self.center.weights, distrust)
+        if self._feedback is not None:
+            weights = self._feedback.complete(weights, header)
+        self._weights.copy_(weights)
         if self._buffers.numel():
             self._buffers.copy_(buffers)
         self._header.copy_(torch.tensor(header.numbers(), dtype=self._header.dtype))
@@ -204,14 +265,16 @@ class SyncExchange:
         work, self._work = self._work, []
         for piece in work:
             piece.wait()
-        self._tally, sums = _sums_over_replicas(
+        self._tally, self._sums = _sums_over_replicas(
             self._group, self._group_size, self._weights, self._buffers, self._header
         )
-        return Arrival(self._tally, sums)
+        return Arrival(self._tally, self._sums)
 
     def commit(self) -> None:
         """Move the center by the sum."""
         self.center.apply_(self._weights, self._buffers, self._tally)
+        if self._feedback is not None:
+            self._feedback.commit(self._sums)
         self.round += 1
 
 
@@ -293,11 +356,12 @@ class GatheredExchange:
         self._group = group
         self._sends = sends
         self._group_size = group_size
-        self._feedback = feedback
+        self._feedback = _Feedback(feedback, sends, group.num_workers)
+        self._codec = feedback.codec
         self._work: Work | None = None
-        self._tally = Tally(0, 0, 0.0)
+        self._tally, self._sums = Tally(0, 0, 0.0), Header()
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
-        self._num_encoded = feedback.codec.num_bytes(num_weights)
+        self._num_encoded = self._codec.num_bytes(num_weights)
         start = -(-self._num_encoded // 4) * 4  # floats begin at a multiple of their size
         self._rest = center.weights.new_zeros(num_buffers + HEADER_SIZE)
         self._buffers, self._header = self._rest[:num_buffers], self._rest[num_buffers:]
@@ -319,12 +383,12 @@ class GatheredExchange:
         weights = toward_center(weights, self.center.weights, distrust)
         encoded = self._message[: self._num_encoded]
         if self._sends is Sends.WEIGHTS:
-            codec = self._feedback.codec
+            codec = self._codec
             codec.encode(torch.sub(weights, self.center.weights, out=self._total), out=encoded)
             codec.decode(encoded, out=self._decoded)
             torch.add(self.center.weights, self._decoded, out=self._seen)
         else:
-            encoded.copy_(self._feedback.encode(weights.contiguous()))
+            encoded.copy_(self._feedback.encode(weights, header))
         num_buffers = self.center.buffers.numel()
         if num_buffers:
             self._message_rest[:num_buffers] = buffers
@@ -340,26 +404,26 @@ class GatheredExchange:
         assert self._work is not None, "begin comes first"
         work, self._work = self._work, None
         work.wait()
-        codec = self._feedback.codec
         self._total.zero_()
         self._rest.zero_()
-        for rank in range(self._group.num_workers):
-            codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
-            self._total.add_(self._decoded)
+        headers = self._all_rest[:, self.center.buffers.numel() :].tolist()
+        for rank, numbers in enumerate(headers):
+            self._codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
+            weight = self._feedback.weight(Header(*numbers).num_samples)
+            self._total.add_(self._decoded, alpha=weight)
             self._rest.add_(self._all_rest[rank])
-        self._tally, sums = _sums_over_replicas(
+        self._tally, self._sums = _sums_over_replicas(
             self._group, self._group_size, self._total, self._buffers, self._header
         )
         if self._sends is not Sends.WEIGHTS:
-            return Arrival(self._tally, sums)
+            return Arrival(self._tally, self._sums)
         self._total.add_(self.center.weights, alpha=self._tally.num_messages)
-        return Arrival(self._tally, sums, seen=self._seen)
+        return Arrival(self._tally, self._sums, seen=self._seen)
 
     def commit(self) -> None:
         """Move the center by the sum, and keep the residual of this rank's message."""
         self.center.apply_(self._total, self._buffers, self._tally)
-        if self._sends is not Sends.WEIGHTS:
-            self._feedback.commit()
+        self._feedback.commit(self._sums)
         self.round += 1
 
 

@@ -317,6 +317,7 @@ class SyncStrategy:
     def _make_exchange(self, center: Center, span: Span) -> AnyExchange:
         settings, context = self._config.exchange, self._context
         group_size = self._config.method.group_size
+        leaves_out = context.method.rule.sends is not Sends.WEIGHTS
         exchange: SyncExchange | GatheredExchange
         if (compression := self._tuning.compression) != "none":
             exchange = GatheredExchange(
@@ -335,6 +336,8 @@ class SyncStrategy:
                 span=slice(*span),
                 round=self._round,
                 pieces=None if settings.packed else _pieces(context.flat.layer_sizes, span),
+                sends=context.method.rule.sends,
+                feedback=context.feedback_of(span, compression) if leaves_out else None,
                 group_size=group_size,
             )
         device = context.flat.weights.device

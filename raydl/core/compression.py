@@ -4,9 +4,14 @@
     v       values      the vector to send, float32, shape [n]
     e       residual    the part that earlier messages left out, shape [n]
     m       decoded     the vector that the receiver decodes, shape [n]
+    s       share       what the message counts at the receiver, relative to the mean message
     C(.)                encode, then decode
 
-    error feedback:     m = C(v + e) ; e <- (v + e) - m
+    error feedback:     m = C(v + e) ; e <- e + s * (v - m)
+
+s is 1 if all messages of a sum count the same: then e <- (v + e) - m. It is 0 for a message that
+the receiver ignores, such as a gradient without samples. The residual is in units of the values. It
+does not depend on the codec, so a codec may change, also to none.
 
 The size of a message depends on n alone; its byte order is the machine's. Equal values give equal
 bytes. Non-finite values stay non-finite, so that a diverged run is noticed.
@@ -22,8 +27,9 @@ import contextlib
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -188,23 +194,46 @@ def parse_codec(text: str) -> Codec:
 class ErrorFeedback:
     """A codec that adds the parts left out of earlier messages to later ones.
 
-    The sum of all m and the last e is the sum of all v: values are delayed, not lost. ``encode``
-    begins an exchange, ``commit`` ends a successful one. Without ``commit`` the residual stays,
-    and the next ``encode`` discards the message. Memory: three vectors and a message.
+    The sum of all s * m and the last e is the sum of all s * v: values are delayed, not lost.
+    ``encode`` begins an exchange, ``commit`` ends a successful one. Without ``commit`` the residual
+    stays, and the next ``encode`` discards the message. Memory: three vectors and a message.
 
     Attributes:
         residual: e after the last commit, shape [n]; [0] before the first ``encode``.
         decoded: m of the last message, shape [n]; the next ``encode`` overwrites it.
+        message: (generation, number) of the last message while it is open, if its receiver numbers
+            messages; the sender sets it, to ask later whether the message was applied.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.residual = self.decoded = self._next = torch.zeros(0)
+        self.message: tuple[int, int] | None = None
         self._message = torch.zeros(0, dtype=torch.uint8)
+        self._share = 1.0
         self._is_open = False
 
-    def encode(self, values: Tensor) -> Tensor:
-        """Return the message of values + residual; the next call overwrites it."""
+    @property
+    def is_open(self) -> bool:
+        """Whether the last message is neither committed nor discarded."""
+        return self._is_open
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether earlier messages have left anything out."""
+        return bool(len(self.residual)) and bool(self.residual.any())
+
+    def norm(self) -> float:
+        """Return the L2 norm of the residual."""
+        return float(torch.linalg.vector_norm(self.residual)) if len(self.residual) else 0.0
+
+    def encode(self, values: Tensor, *, share: float = 1.0) -> Tensor:
+        """Return the message of values + residual; the next call overwrites it.
+
+        Args:
+            values: float32, shape [n].
+            share: s, as far as the sender knows it.
+        """
         if self._next.shape != values.shape:
             residual = self.residual if len(self.residual) else torch.zeros_like(values)
             assert residual.shape == values.shape, (residual.shape, values.shape)
@@ -215,27 +244,78 @@ class ErrorFeedback:
         self.codec.encode(self._next, out=self._message)
         self.codec.decode(self._message, out=self.decoded)
         self._next.sub_(self.decoded)
-        self._is_open = True
+        self._share, self._is_open, self.message = share, True, None
         return self._message
 
-    def commit(self) -> None:
-        """Keep the residual of the last message, whose exchange succeeded."""
+    def commit(self, share: float | None = None) -> None:
+        """Keep what the last message has left out; its exchange succeeded.
+
+        Args:
+            share: s, if it is known only now; None: that of ``encode``.
+        """
         assert self._is_open, "commit at most once after each encode"
-        self.residual, self._next, self._is_open = self._next, self.residual, False
+        sent = self._sent(self._share if share is None else share)
+        if sent is not self.residual:
+            self.residual, self._next = sent, self.residual
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the last message: it had no effect."""
+        self._is_open, self.message = False, None
+
+    def clear(self) -> None:
+        """Forget the last message and the residual, and release all memory."""
+        self.discard()
+        if len(self.residual):
+            self.load_state_dict({"residual": torch.zeros(0)})
+            self.decoded, self._message = torch.zeros(0), self._message[:0]
+
+    def _sent(self, share: float) -> Tensor:
+        """Return e + s * (v - m): the residual after the last message."""
+        if not self._is_open or share == 0:
+            return self.residual
+        return self._next if share == 1 else torch.lerp(self.residual, self._next, share)
+
+    def open_norm(self) -> float:
+        """Return by how much, as an L2 norm, the last message changes the residual."""
+        return float(torch.linalg.vector_norm(self._sent(self._share) - self.residual))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the committed residual, on the CPU."""
-        return {"residual": self.residual.to("cpu", copy=True)}
+        return _state(self.residual)
 
     def sent_state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the state as if the exchange of the last message had succeeded."""
-        residual = self._next if self._is_open else self.residual
-        return {"residual": residual.to("cpu", copy=True)}
+        """Return a copy of the state as if the exchange of the last message had succeeded.
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        What the message counted in the sum is known only to those that received the sum: s is that
+        of ``encode``.
+        """
+        return _state(self._sent(self._share))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that ``state_dict`` returned, and discard the last message."""
         self.residual, self._next = state["residual"].clone(), torch.zeros(0)
-        self._is_open = False
+        self.discard()
+
+
+@dataclass(frozen=True)
+class LostResidual:
+    """What messages have left out and no later message will contain."""
+
+    norm: float | None
+    """Its L2 norm, in units of a message; None: not known."""
+    why: str
+    """The reason: the last part of a sentence."""
+
+    def sentence(self, worker_id: str) -> str:
+        """Return what a worker has lost, in one sentence."""
+        size = "" if self.norm is None else f", of L2 norm {self.norm:.3g},"
+        return f"what compressed messages of {worker_id} had left out{size} is lost: {self.why}"
+
+
+def _state(residual: Tensor) -> dict[str, Any]:
+    # Earlier versions encoded gradients as sums over the samples, and had no entry "of".
+    return {"residual": residual.to("cpu", copy=True), "of": "mean"}
 
 
 def redistribute_residuals(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Center, Mirror
-from raydl.core.rules import Tally
+from raydl.core.rules import Sends, Tally
 from raydl.data.ledger import Span, split_evenly
 
 
@@ -117,6 +117,23 @@ class Exchange(Protocol):
     def commit(self) -> None:
         """Update the center. Can not fail."""
         ...
+
+
+def message_weight(sends: Sends, num_samples: float) -> float:
+    """Return what a message counts in the sum of all messages.
+
+    A gradient counts as many times as there are samples behind it, any other message once.
+    """
+    return num_samples if sends is Sends.GRADIENT else 1.0
+
+
+def mean_message(message: Tensor, weight: float) -> Tensor:
+    """Return a rule's message divided by its weight, contiguous: the mean gradient for a sum.
+
+    Its unit is the same for every batch, so that it may be added to what earlier messages have left
+    out. Without samples the message is zero already.
+    """
+    return message.contiguous() if weight in (0, 1) else message / weight
 
 
 def toward_center(weights: Tensor, center: Tensor, distrust: float) -> Tensor:

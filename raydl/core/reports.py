@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raydl.core.autotune import Choice
+from raydl.core.compression import LostResidual
 from raydl.core.exchange import Header
 from raydl.core.progress import Progress
 from raydl.core.scores import Evaluated
@@ -151,6 +152,10 @@ class WorkerReport:
     """Exchange tuning that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that the worker could not read."""
+    residual: float = 0.0
+    """L2 norm of what its compressed messages have left out so far."""
+    lost_residuals: tuple[LostResidual, ...] = ()
+    """Of that, what the worker has lost since the last report."""
     cpu_s: float = 0.0
     """CPU time of all threads of the process in seconds."""
     is_starting: bool = False

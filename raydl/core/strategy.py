@@ -11,7 +11,12 @@ import torch
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback, parse_codec, redistribute_residuals
+from raydl.core.compression import (
+    ErrorFeedback,
+    LostResidual,
+    parse_codec,
+    redistribute_residuals,
+)
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
@@ -74,12 +79,16 @@ class WorkerContext:
     """Ends of the blocks of an epoch."""
     feedback: dict[Span, ErrorFeedback]
     """Error feedback of this worker's messages, by span; kept across generations."""
+    lost_residuals: list[LostResidual] = field(default_factory=list)
+    """Residuals that this worker has lost, for its next report."""
 
     def feedback_of(self, span: Span, compression: str) -> ErrorFeedback:
-        """Return the codec of a span, with its residual."""
-        codec = parse_codec(compression)
-        if span not in self.feedback or self.feedback[span].codec.name != codec.name:
+        """Return the codec of a span, with its residual, also if the codec was another before."""
+        codec, before = parse_codec(compression), self.feedback.get(span)
+        if before is None or before.codec.name != codec.name:
             self.feedback[span] = ErrorFeedback(codec)
+            if before is not None:
+                self.feedback[span].load_state_dict(before.state_dict())
         return self.feedback[span]
 
     def redistribute_residuals(self, spans: Sequence[Span]) -> None:

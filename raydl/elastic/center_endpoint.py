@@ -40,6 +40,10 @@ class CenterEndpoint(StoreServer):
         """Apply a message to the home shard, and answer it."""
         return self.center_server.exchange(request)
 
+    def applied(self, worker_id: str, generation: int) -> dict[Span, int]:
+        """Return which messages of a worker the home shard has applied, by span."""
+        return self.center_server.applied(worker_id, generation)
+
     def take_turn(self, message_id: MessageId) -> None:
         """Wait for a worker's turn."""
         self.center_server.take_turn(message_id)

@@ -58,6 +58,7 @@ from raydl.elastic.membership_policy import (
 from raydl.elastic.planned_faults import PlannedFaults
 from raydl.elastic.plateau import Plateau
 from raydl.elastic.record_forwarder import RecordForwarder
+from raydl.elastic.residuals import LostResiduals, may_leave_out
 from raydl.elastic.run_state import Recorder, State
 from raydl.elastic.stragglers import StragglerDetector
 from raydl.elastic.worker_pool import WorkerPool
@@ -146,12 +147,15 @@ class Controller:
         self._method = method
         self._clock = clock
         self._logged = self._logged_stop = ""
+        self.lost_residuals = LostResiduals(self._log, may_exist=may_leave_out(config, method))
+        """What compressed messages have left out and no later message will contain."""
         self._worker_pool = WorkerPool(
             worker_group,
             config,
             self.worker_registry,
             own_states=own_states,
-            hands_over=method.rule.sends is Sends.WEIGHTS,
+            hands_over=method.rule.sends is Sends.WEIGHTS or self.lost_residuals.may_exist,
+            lost_residuals=self.lost_residuals,
             log=self._log,
             clock=clock,
         )
@@ -408,6 +412,8 @@ class Controller:
         self.worker_registry.note_report(report)
         for score in report.scores:
             self._on_score(score)
+        for lost in report.lost_residuals:
+            self.lost_residuals.note(report.worker_id, lost)
         run = self._run
         if run is None or not run.is_present(report.worker_id):
             return

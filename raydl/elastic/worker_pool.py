@@ -7,11 +7,13 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from raydl.config import TrainConfig
+from raydl.core.compression import LostResidual
 from raydl.core.membership import Membership, next_membership
 from raydl.core.saved_state import SavedState
 from raydl.core.worker_group import WorkerGroup
 from raydl.elastic.failures import WorkerErrors
 from raydl.elastic.generation import Generation
+from raydl.elastic.residuals import LostResiduals
 from raydl.elastic.worker_registry import Phase, WorkerEntry, WorkerRegistry
 from raydl.errors import CapacityError, ProcessLostError, in_one_line
 
@@ -31,8 +33,10 @@ class WorkerPool:
         config: the run's settings.
         worker_registry: the phase and the reports of each worker.
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
-        hands_over: whether a leaver's replica is worth keeping. With rules that send weights each
-            replica is distinct; otherwise it is a copy of the center.
+        hands_over: whether a leaver's state is worth keeping. With rules that send weights each
+            replica is distinct; otherwise it is a copy of the center, but compressed messages may
+            have left something out.
+        lost_residuals: counts what compressed messages have left out and nobody will send.
         log: logs one line.
         clock: seconds, rising.
     """
@@ -45,6 +49,7 @@ class WorkerPool:
         *,
         own_states: dict[str, Any],
         hands_over: bool,
+        lost_residuals: LostResiduals,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,10 +61,13 @@ class WorkerPool:
         worker_registry.reserve_ids(own_states)
         self._saved_order = list(own_states)[: self._max_workers]
         self._own_states = {w: own_states[w] for w in self._saved_order}
+        for worker_id in list(own_states)[self._max_workers :]:
+            lost_residuals.note(worker_id, LostResidual(None, "fewer workers resume"))
         self._handed_in: list[SavedState] = []
         self._handover_since: dict[str, float | None] = {}
         """By newcomer, when it began to read a leaver's replica; None once it has it."""
         self._hands_over = hands_over
+        self._lost_residuals = lost_residuals
         self._log = log
         self._num_spares = config.scaling.spares
         self._do_spares_share = self._num_spares > 0 and set(config.scaling.resources()) <= {"CPU"}
@@ -262,13 +270,22 @@ class WorkerPool:
         self._forget(worker_id, cause)
 
     def _forget(self, worker_id: str, cause: str) -> None:
+        entry = self._worker_registry[worker_id]
+        if entry.report is not None and not entry.has_passed_on:
+            lost = LostResidual(entry.report.residual, f"it {cause}")
+            self._lost_residuals.note(worker_id, lost)
         self._worker_registry.remove(worker_id, cause)
         self._request_number.pop(worker_id, None)
         state = self._own_states.pop(worker_id, None)
         if worker_id in self._handover_since:
             # No other newcomer gets this replica: it may have been the cause of the loss.
             del self._handover_since[worker_id]
-            self._worker_group.forget(state)
+            self._forget_state(state)
+
+    def _forget_state(self, state: SavedState) -> None:
+        """Delete a leaver's state that no worker will continue from."""
+        self._worker_group.forget(state)
+        self._lost_residuals.note_not_taken(state)
 
     def leave_out(self, run: Generation, worker_ids: tuple[str, ...]) -> None:
         """Continue without stragglers; they may rejoin."""
@@ -377,17 +394,21 @@ class WorkerPool:
             if state is not None:
                 self._worker_group.forget(state)
             return
-        self._worker_registry[worker_id].has_handed_in = True
+        entry = self._worker_registry[worker_id]
+        entry.has_handed_in = True
         if state is None:
             self._log(f"the replica of {worker_id} is not handed over: {why_none}")
             return
+        entry.has_passed_on = True
+        residual = entry.report.residual if entry.report else 0.0
+        self._lost_residuals.pass_on(state, worker_id, residual)
         self._handed_in.append(state)
         self.hand_over()
         # The newcomer may have been lost, and the replica would soon be out of date.
         num_newcomers = self._num_newcomers()
         surplus, self._handed_in = self._handed_in[num_newcomers:], self._handed_in[:num_newcomers]
         for state in surplus:
-            self._worker_group.forget(state)
+            self._forget_state(state)
 
     def hand_over(self) -> None:
         """Hand replicas from leavers to workers that are ready and have not trained."""
@@ -401,6 +422,8 @@ class WorkerPool:
 
     def note_state_unreadable(self, worker_id: str) -> None:
         """Note that a worker of a resumed run could not read its state; it needs a replica."""
+        lost = LostResidual(None, "its state in the checkpoint cannot be read")
+        self._lost_residuals.note(worker_id, lost)
         self._own_states.pop(worker_id, None)
 
     def note_taken_over(self, worker_id: str) -> None:
@@ -411,7 +434,7 @@ class WorkerPool:
     def note_not_taken_over(self, worker_id: str, reason: str) -> None:
         """Let a newcomer start from the center, since it could not read a leaver's replica."""
         if self._handover_since.pop(worker_id, None) is not None:
-            self._worker_group.forget(self._own_states.pop(worker_id))
+            self._forget_state(self._own_states.pop(worker_id))
             self._log(f"{worker_id} starts from the center: {reason}")
 
     def awaits_handover(self, newcomers: Iterable[str]) -> bool:
@@ -518,6 +541,7 @@ class WorkerPool:
         for worker_id in states.keys() & self._handover_since.keys():
             del self._handover_since[worker_id]
             self._worker_group.forget(states[worker_id])  # the worker has it in memory
+            self._lost_residuals.note_taken(states[worker_id])
         return states
 
     def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:

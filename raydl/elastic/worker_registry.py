@@ -83,6 +83,8 @@ class WorkerEntry:
     """When it was asked to hand in its replica; None: it was not."""
     has_handed_in: bool = False
     """Whether its replica is in the storage, or will not arrive."""
+    has_passed_on: bool = False
+    """Whether its replica is in the storage, with what its messages have left out."""
     leave_by: float | None = None
     """When it has to leave, since its node will be removed; None: it may stay."""
     num_late: int = 0

@@ -140,6 +140,10 @@ _TAGS = (
         "exchange/refused",
         "Messages, snapshots and checkpoints that were refused as outdated, since this start.",
     ),
+    Tag(
+        "exchange/lost_residuals",
+        "How often something that compressed messages had left out was lost, since this start.",
+    ),
     Tag("data/left_out", "Samples that could not be read and were skipped, since this start."),
     *(
         Tag(f"time/{part}", f"Seconds per worker since this start spent on {meaning}.")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from raydl.core.center import Mirror, Snapshot
+from raydl.core.compression import LostResidual
 from raydl.core.exchange import Exchange, Header, cells, shard_spans
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
@@ -27,6 +28,11 @@ from raydl.parameter_server.shared_memory import (
     MappedExchange,
     can_be_shared,
     open_cells,
+)
+
+_UNKNOWN = (
+    "the center was lost with the answer to its last message, so the next message may repeat a "
+    "part of that one"
 )
 
 
@@ -62,6 +68,7 @@ class AsyncStrategy:
             ledger=snapshot.ledger,
             ledger_round=snapshot.progress.round,
         )
+        self._confirm_messages()
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
         self._session.set_assignment(client.enter(self._session.next_message_id(), local_step))
         self._in_turn = context.method.strategy == "round_robin"
@@ -70,6 +77,29 @@ class AsyncStrategy:
         self._trained = [0]
         """Positions trained since this worker entered: before each step of the round, and after
         the last one."""
+
+    def _confirm_messages(self) -> None:
+        """Find out which messages were applied although their answers did not arrive.
+
+        An applied message has moved the center, so its residual counts; otherwise that before it.
+        """
+        open_ = {s: f.message for s, f in self._context.feedback.items() if f.message is not None}
+        applied = {
+            generation: self._client.applied(self._session.next_message_id(), generation)
+            for generation in {generation for generation, _ in open_.values()}
+        }
+        squares = 0.0
+        for span, (generation, number) in open_.items():
+            feedback, newest = self._context.feedback[span], applied[generation].get(span)
+            if newest is None:
+                squares += feedback.open_norm() ** 2
+                feedback.discard()
+            elif newest >= number:
+                feedback.commit()
+            else:
+                feedback.discard()
+        if squares:
+            self._context.lost_residuals.append(LostResidual(squares**0.5, _UNKNOWN))
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
         size, settings = weights.size, self._config.exchange

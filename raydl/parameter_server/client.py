@@ -12,7 +12,14 @@ from torch import Tensor
 
 from raydl.core.center import Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Header, Staging, toward_center
+from raydl.core.exchange import (
+    Arrival,
+    Header,
+    Staging,
+    mean_message,
+    message_weight,
+    toward_center,
+)
 from raydl.core.non_trainable import BufferChanges, NonTrainableState
 from raydl.core.rules import Sends, Tally
 from raydl.data.ledger import Span
@@ -36,8 +43,8 @@ class MessageExchange:
     Compressed messages are differences to the mirror, a copy of the center that worker and shard
     both hold: the worker sends the difference between its weights and the mirror, the shard answers
     with the difference between center and mirror. What either codec leaves out is part of the next
-    difference. Progress and gradients are sent as they are, and error feedback adds their residual
-    to the next message.
+    difference. Progress and gradients are sent as they are, a gradient as the mean over its
+    samples, and error feedback adds their residual to the next message.
 
     Args:
         client: reaches the center.
@@ -100,26 +107,34 @@ class MessageExchange:
         self._distrust = distrust
         for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
-            values = self._encoded(weights.detach(), part)
+            values = self._encoded(weights.detach(), part, header)
             session.num_bytes += values.nbytes
             request = session.make_request(
                 header, part, values, buffers if is_home else None, distrust=distrust
             )
+            if part in self._feedback and self._feedback[part].is_open:
+                self._feedback[part].message = session.generation, request.message_id.sequence
             self._pending.append((part, self._client.request(shard, request)))
 
     def _at(self, part: Span) -> slice:
         """Return a part's slice of this fragment."""
         return slice(part[0] - self.span.start, part[1] - self.span.start)
 
-    def _encoded(self, weights: Tensor, part: Span) -> np.ndarray:
+    def _encoded(self, weights: Tensor, part: Span, header: Header) -> np.ndarray:
         """Return the values to send to one shard: floats, or a codec's bytes."""
         if part[0] == part[1]:
             return NOTHING
         values, feedback = weights[self._at(part)], self._feedback[part]
-        if self._is_plain:
+        if self._is_plain and not feedback.holds_back:
+            feedback.clear()
             return self._staging[part].fetch(values)
         if self._sends is not Sends.WEIGHTS:
-            return np.array(feedback.encode(values.contiguous()).cpu().numpy())
+            weight = message_weight(self._sends, header.num_samples)
+            mean = mean_message(values, weight)
+            message = feedback.encode(mean, share=float(weight > 0))
+            if self._is_plain:  # the first messages since the codec was changed to none
+                message = feedback.decoded.mul_(weight)
+            return np.array(message.cpu().numpy())
         mirror, seen = self.center.weights[self._at(part)], self._seen[self._at(part)]
         message = feedback.codec.encode(torch.sub(values, mirror, out=seen))
         feedback.codec.decode(message, out=seen).add_(mirror)
@@ -146,8 +161,8 @@ class MessageExchange:
         """Accept the answers; the center itself moved when it received the messages."""
         if self._sends is not Sends.WEIGHTS:
             self._update_mirror()
-            if not self._is_plain:
-                for feedback in self._feedback.values():
+            for feedback in self._feedback.values():
+                if feedback.is_open:
                     feedback.commit()
         for _, response in self._responses:
             if response.assignment is not None:

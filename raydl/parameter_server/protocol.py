@@ -170,6 +170,15 @@ class CenterClient(Protocol):
         """Return the spans of the center whose memory this worker's process may map."""
         ...
 
+    def applied(self, message_id: MessageId, generation: int) -> dict[Span, int]:
+        """Return which messages of this worker's earlier generation were applied.
+
+        Returns:
+            By span, the number of the newest message that was applied; -1: none was. Spans of a
+            shard that has started since are missing.
+        """
+        ...
+
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Start training in a generation; return the first assignment."""
         ...

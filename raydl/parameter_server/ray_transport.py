@@ -81,7 +81,7 @@ class RayCenterClient:
             message_id: for errors.
             shard: index of the shard.
             method: of ``raydl.elastic.center_endpoint.CenterEndpoint``; other shards than the home
-                shard have only ``exchange`` and ``shared_cells``.
+                shard have only ``exchange``, ``applied`` and ``shared_cells``.
             arguments: of the method.
             extra_s: how much longer than ``timeout_s`` the answer may take, in seconds.
         """
@@ -107,6 +107,17 @@ class RayCenterClient:
         call = self._call(message_id, HOME, "enter", *arguments, extra_s=_TURN_GRACE_S)
         assignment: Assignment = call.result()
         return assignment
+
+    def applied(self, message_id: MessageId, generation: int) -> dict[Span, int]:
+        """Return which messages of this worker's earlier generation the shards have applied."""
+        calls = [
+            self._call(message_id, shard, "applied", message_id.worker_id, generation)
+            for shard in range(self.num_shards)
+        ]
+        applied: dict[Span, int] = {}
+        for call in calls:
+            applied |= call.result()
+        return applied
 
     def take_turn(self, message_id: MessageId) -> None:
         """Wait for this worker's turn."""

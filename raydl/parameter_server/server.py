@@ -143,6 +143,10 @@ class CenterServer:
         """Apply a message to the home shard, and answer it; see ``Shard.exchange``."""
         return self.home.exchange(request)
 
+    def applied(self, worker_id: str, generation: int) -> dict[Span, int]:
+        """Return which messages of a worker the home shard has applied; see ``Shard.applied``."""
+        return self.home.applied(worker_id, generation)
+
     def take_turn(self, message_id: MessageId) -> None:
         """Wait for a worker's turn; see ``Coordinator.take_turn``."""
         self.coordinator.take_turn(message_id)

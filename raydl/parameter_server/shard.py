@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raydl.core.center import Center, MakeOptimizer
 from raydl.core.compression import Codec
-from raydl.core.exchange import toward_center
+from raydl.core.exchange import message_weight, toward_center
 from raydl.core.membership import Membership
 from raydl.core.rules import Rule, Sends, Tally, mix_buffers_
 from raydl.data.ledger import Span
@@ -33,6 +33,9 @@ from raydl.parameter_server.protocol import (
     refusal_of,
 )
 from raydl.parameter_server.shared_memory import MappedCell
+
+_NUM_FORMER = 1024
+"""The number of former members of which a shard knows the newest message that it has applied."""
 
 
 class CompletionHandler(Protocol):
@@ -61,6 +64,8 @@ class _CodecState:
     """The number of the message that it answers."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held for a message, since with Hogwild the copies of a message may arrive at once."""
+    is_closed: bool = False
+    """Whether the worker was removed: a message that waited for the lock is refused."""
 
 
 @dataclass
@@ -75,6 +80,9 @@ class _Cell:
     """Free memory for messages; as many tensors as there were messages at one time."""
     codec_states: dict[str, _CodecState] = field(default_factory=dict)
     """By worker; empty without a codec."""
+    applied: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By worker and the generation that it entered, the number of its newest message that was
+    applied; -1: none was. Also of former members, which may not have received the answer."""
 
     def held(self, message_id: MessageId) -> contextlib.AbstractContextManager[Any]:
         """Hold the lock for a message.
@@ -97,11 +105,26 @@ class _Cell:
             members: by worker, the generation that it entered.
             center: the initial mirror of a newcomer.
         """
-        states = {w: x for w, x in self.codec_states.items() if x.entered == members.get(w)}
+        states = {}
+        for worker_id, state in self.codec_states.items():
+            if state.entered == members.get(worker_id):
+                states[worker_id] = state
+                continue
+            with state.lock:
+                state.is_closed = True
         for worker_id, entered in members.items():
             if worker_id not in states:
                 states[worker_id] = _CodecState(center.clone(), entered)
         self.codec_states = states  # in one assignment: Hogwild's threads read it without a lock
+
+    def remember(self, members: dict[str, int]) -> None:
+        """Begin to note which messages of newcomers are applied; forget long-gone workers."""
+        present = set(members.items())
+        for key in present:
+            self.applied.setdefault(key, -1)
+        former = [key for key in list(self.applied) if key not in present]
+        for key in former[:-_NUM_FORMER]:
+            self.applied.pop(key, None)
 
     @contextlib.contextmanager
     def copied(self, values: np.ndarray) -> Iterator[Tensor]:
@@ -190,7 +213,7 @@ class Shard:
         with self._state_lock:
             self._entered = {}
         for cell in self._cells.values():
-            cell.codec_states = {}
+            cell.set_members({}, cell.center.weights)
         self.change(membership)
 
     def change(self, membership: Membership) -> ShardState:
@@ -208,9 +231,26 @@ class Shard:
             }
             self._newest = {w: self._newest[w] if w in before else {} for w in members}
         for cell in self._cells.values():
+            cell.remember(members)
             if cell.mapped:
                 cell.mapped.admit(members)
         return self.state(members)
+
+    def applied(self, worker_id: str, generation: int) -> dict[Span, int]:
+        """Return which messages of a worker were applied, in a generation that it has left.
+
+        No message of that generation is applied after the answer.
+
+        Args:
+            worker_id: the worker.
+            generation: the generation that it had entered.
+
+        Returns:
+            By span, the number of the newest message that was applied; -1: none was. A span is
+            missing if this shard does not know: it has started since.
+        """
+        key = worker_id, generation
+        return {s: c.applied[key] for s, c in self._cells.items() if key in c.applied}
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return the spans whose memory a member on a node may map."""
@@ -278,20 +318,24 @@ class Shard:
     def _move(self, request: Request, *, is_new: bool) -> np.ndarray | None:
         """Move a span by a message, and return a copy of the span for the answer.
 
-        Return None if there is a codec and the worker was removed meanwhile.
+        Return None if the worker was removed meanwhile.
         """
         cell = self._cells[request.span]
         with cell.held(request.message_id):
             if self._codec:
                 return self._move_compressed(cell, self._codec, request)
+            if self._refusal(request):
+                return None
             is_before = self._rule.sends is Sends.WEIGHTS
             before = _copied(cell.center.weights) if is_before else None
             if is_new:
                 with cell.copied(request.weights) as total:
-                    self._apply(cell.center, total, request)
+                    self._apply(cell, total, request)
             return _copied(cell.center.weights) if before is None else before
 
-    def _apply(self, center: Center, total: Tensor, request: Request) -> None:
+    def _apply(self, cell: _Cell, total: Tensor, request: Request) -> None:
+        message_id, center = request.message_id, cell.center
+        cell.applied[message_id.worker_id, message_id.generation] = message_id.sequence
         center.set_lr(request.lr)
         total = toward_center(total, center.weights, request.distrust)
         center.apply_(total, center.buffers, _tally(request))
@@ -308,25 +352,29 @@ class Shard:
         with state.lock:
             # Decided here: a copy may overtake the first one on its way to the cell's lock, and all
             # copies need the answer to this message, whichever of them is applied.
+            if state.is_closed:
+                return None
             if state.answered < request.message_id.sequence:
-                state.answer = self._answer(state, cell.center, codec, request)
+                state.answer = self._answer(state, cell, codec, request)
                 state.answered = request.message_id.sequence
             return state.answer
 
     def _answer(
-        self, state: _CodecState, center: Center, codec: Codec, request: Request
+        self, state: _CodecState, cell: _Cell, codec: Codec, request: Request
     ) -> np.ndarray:
         """Apply an encoded message, and return the encoded answer."""
+        center = cell.center
         total = torch.empty_like(center.weights)
         codec.decode(torch.tensor(request.weights), out=total)
         if self._rule.sends is not Sends.WEIGHTS:
-            self._apply(center, total, request)
+            total.mul_(message_weight(self._rule.sends, request.num_samples))
+            self._apply(cell, total, request)
             return _catch_up(state.mirror, center.weights, codec)
         total.add_(state.mirror)
         answer = _catch_up(state.mirror, center.weights, codec)
         # As if the center were where the worker's mirror is: c + (x - mirror).
         total.sub_(state.mirror).add_(center.weights)
-        self._apply(center, total, request)
+        self._apply(cell, total, request)
         return answer
 
     def state(self, members: dict[str, int] | None = None) -> ShardState:

@@ -300,6 +300,10 @@ class ShardActor:
         """Apply a message, and answer it."""
         return self._shard.exchange(request)
 
+    def applied(self, worker_id: str, generation: int) -> dict[Span, int]:
+        """Return which messages of a worker this shard has applied, by span."""
+        return self._shard.applied(worker_id, generation)
+
     def state(self) -> ShardState:
         """Return a copy of the state of this shard."""
         return self._shard.state()

@@ -253,6 +253,8 @@ class RunRecorder:
             values["data/left_out"] = num_left_out
         if num_refused := sum(self._controller.refused.values()) if self._controller else 0:
             values["exchange/refused"] = num_refused
+        if num_lost := self._controller.lost_residuals.count if self._controller else 0:
+            values["exchange/lost_residuals"] = num_lost
         values |= time_values(self._parts)
         self._stack.add(record.progress.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.progress.num_samples, unix_s=_unix_s(now))
@@ -468,6 +470,7 @@ class RunRecorder:
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
             "refused": run.refused if run else {},
+            "lost_residuals": run.lost_residuals.count if run else 0,
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,

@@ -166,6 +166,13 @@ class LocalCenterClient:
         """Return the first assignment."""
         return self._center.enter(message_id, local_step)
 
+    def applied(self, message_id: MessageId, generation: int) -> dict[Span, int]:
+        """Return which messages of a worker the shards have applied."""
+        applied: dict[Span, int] = {}
+        for shard in self._shards:
+            applied |= shard.applied(message_id.worker_id, generation)
+        return applied
+
     def take_turn(self, message_id: MessageId) -> None:
         """Wait for this worker's turn."""
         self._center.take_turn(message_id)

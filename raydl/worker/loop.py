@@ -169,7 +169,7 @@ class Worker:
             if self.runner.strategy is None:
                 self._start_from(snapshot, own_state)
             elif self._has_diverged:
-                self._start_over(snapshot)
+                self._start_over(snapshot, is_earlier=True)
                 self._has_diverged = self.runner.is_behind = False
             else:
                 self.runner.catch_up(snapshot)
@@ -189,10 +189,12 @@ class Worker:
         )
         is_first = context.rank % self._job.config.method.group_size == 0
         try:
+            take_over = self.runner.copy_first_residuals(partners, is_first=is_first)
             has_changed = self.replica.copy_first_(partners, is_first=is_first)
         except ExchangeError:
             self.runner.is_behind = True
             raise
+        take_over()
         if has_changed:  # this worker's own steps are lost
             self.runner.trained.keep_first(0)
         self.replica.partners = partners
@@ -331,9 +333,9 @@ class Worker:
             self._has_diverged = True
             raise NonFiniteCenterError(center.progress.round)
 
-    def _start_over(self, center: Snapshot) -> None:
+    def _start_over(self, center: Snapshot, *, is_earlier: bool = False) -> None:
         """Restart the replica at a center; its samples become free again."""
-        self.runner.start_over(center)
+        self.runner.start_over(center, is_earlier=is_earlier)
         self.replica.flat.non_trainable.load(self._joined_non_trainable)
 
     @property
@@ -409,6 +411,8 @@ class Worker:
             num_scored=num_scored,
             choice=runner.choice(),
             left_out=self._feed.left_out,
+            residual=runner.residual,
+            lost_residuals=runner.pop_lost_residuals(),
             is_starting=self._feed.is_starting,
             sent_s=time.monotonic(),
             cpu_s=time.process_time(),

@@ -8,9 +8,12 @@ code takes them.
 
 from __future__ import annotations
 
+import functools
+import io
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +21,8 @@ import torch
 from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback, parse_codec
-from raydl.core.exchange import Header, StepPlan
+from raydl.core.compression import ErrorFeedback, LostResidual, parse_codec
+from raydl.core.exchange import Header, Partners, StepPlan
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.replica import Replica
@@ -63,6 +66,9 @@ class RoundRunner:
         self.trained = TrainedPositions()
         self.losses = Losses()
         self.feedback: dict[Span, ErrorFeedback] = {}
+        self.residual = 0.0
+        """L2 norm of what its messages have left out, after its newest round."""
+        self._lost_residuals: list[LostResidual] = []
         self.is_behind = False
         """Whether its last exchange failed; others may have completed that exchange."""
         self._unsent: torch.Tensor | None = None
@@ -107,6 +113,7 @@ class RoundRunner:
             time_parts=self._parts,
             cuts=self._job.order.cuts,
             feedback=self.feedback,
+            lost_residuals=self._lost_residuals,
         )
         if self._sync is not None:
             with self._lock:
@@ -148,17 +155,50 @@ class RoundRunner:
         """Make the replica a copy of a center."""
         self.replica.become(*self._tensors_of(center))
 
-    def start_over(self, center: Snapshot) -> None:
-        """Restart the replica at a center; its samples become free again."""
+    def start_over(self, center: Snapshot, *, is_earlier: bool = False) -> None:
+        """Restart the replica at a center; its samples become free again.
+
+        What completed exchanges have left out is still sent, unless the center is an earlier one:
+        then those exchanges are void, or some of them.
+
+        Args:
+            center: to restart from.
+            is_earlier: whether the center has lost exchanges of this worker.
+        """
         self.replica.start_over(*self._tensors_of(center))
         self.trained.keep_first(0)
         self.losses = Losses()
-        self.feedback.clear()
         self._unsent = None
+        norm = self._norm_of_residuals()
+        if is_earlier or not math.isfinite(norm):
+            why = "the center went back to an earlier state" if is_earlier else "it diverged"
+            self._lose_residuals(norm, why)
+
+    def _lose_residuals(self, norm: float, why: str) -> None:
+        """Forget what messages have left out, and report it."""
+        for feedback in self.feedback.values():
+            feedback.clear()
+        self.residual = 0.0
+        if norm:
+            self._lost_residuals.append(LostResidual(norm, why))
+
+    def _norm_of_residuals(self) -> float:
+        return math.hypot(*(feedback.norm() for feedback in self.feedback.values()))
+
+    def pop_lost_residuals(self) -> tuple[LostResidual, ...]:
+        """Remove and return the residuals that this worker has lost since the last call."""
+        count = len(self._lost_residuals)  # the loop's thread may append meanwhile
+        lost = tuple(self._lost_residuals[:count])
+        del self._lost_residuals[:count]
+        return lost
 
     def feedback_state(self) -> list[list[Any]]:
         """Return the state of the error feedback: start, stop and state of each span."""
-        return [[*span, feedback.state_dict()] for span, feedback in self.feedback.items()]
+        return [
+            [*span, feedback.state_dict()]
+            for span, feedback in self.feedback.items()
+            if len(feedback.residual)
+        ]
 
     def load_feedback(self, state: list[list[Any]], compression: str) -> None:
         """Load what ``feedback_state`` returned.
@@ -169,9 +209,51 @@ class RoundRunner:
         """
         codec = parse_codec(compression)
         self.feedback.clear()
-        for start, stop, residual in state:
+        for start, stop, saved in state:
             feedback = self.feedback[start, stop] = ErrorFeedback(codec)
-            feedback.load_state_dict(residual)
+            feedback.load_state_dict(saved if "of" in saved else self._of_mean(saved))
+        self.residual = self._norm_of_residuals()
+
+    def _of_mean(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state of an earlier version, whose gradients were sums over full batches."""
+        if self._method.rule.sends is not Sends.GRADIENT:
+            return {**state}
+        samples = self._job.config.training.batch_size * self._method.period
+        return {"residual": state["residual"] / samples}
+
+    def copy_first_residuals(self, partners: Partners, *, is_first: bool) -> Callable[[], None]:
+        """Fetch what the messages of the first partner have left out.
+
+        Partners send the same messages, so they need the same residuals.
+
+        Returns:
+            A function that takes them over, and reports own ones that differed as lost.
+
+        Raises:
+            ExchangeError: if a partner was lost or timed out; nothing has changed.
+        """
+        if self._method.rule.sends is Sends.WEIGHTS:
+            return lambda: None
+        own = io.BytesIO()
+        if is_first:
+            torch.save(self.feedback_state(), own)
+        content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
+        if is_first:
+            return lambda: None
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        return functools.partial(self._take_over, {(a, b): saved for a, b, saved in state})
+
+    def _take_over(self, residuals: Mapping[Span, Mapping[str, Any]]) -> None:
+        own = {(a, b): saved["residual"] for a, b, saved in self.feedback_state()}
+        is_same = own.keys() == residuals.keys() and all(
+            torch.equal(own[span], saved["residual"]) for span, saved in residuals.items()
+        )
+        if is_same:
+            return
+        self._lose_residuals(self._norm_of_residuals(), "it copied the replica of its partner")
+        for span, saved in residuals.items():
+            self.feedback[span].load_state_dict(saved)
+        self.residual = self._norm_of_residuals()
 
     def _tensors_of(self, center: Snapshot) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.replica.flat.weights.device
@@ -283,6 +365,7 @@ class RoundRunner:
             self.round_s = now - began
         decision = self.entered().settle(self._sums, self.local_step)
         self._is_settled = True
+        self.residual = self._norm_of_residuals()
         self.trained.keep_first(0)
         self.losses.read(self.worker_id)
         return decision

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -628,6 +629,8 @@ class Attached(Optimizer):
         decision = runner.close_round()
         self._num_failed = 0
         runner.pop_records()  # dropped, or they would pile up
+        for lost in runner.pop_lost_residuals():
+            warnings.warn(lost.sentence(runner.worker_id), RuntimeWarning, stacklevel=2)
         if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
             self._open_round()
         else:
