@@ -126,6 +126,10 @@ class _Cell:
         for key in former[:-_NUM_FORMER]:
             self.applied.pop(key, None)
 
+    def note_applied(self, message_id: MessageId) -> None:
+        """Note that a message is being applied."""
+        self.applied[message_id.worker_id, message_id.generation] = message_id.sequence
+
     @contextlib.contextmanager
     def copied(self, values: np.ndarray) -> Iterator[Tensor]:
         """Lend a copy of a message, which the update overwrites.
@@ -313,29 +317,27 @@ class Shard:
             self.num_repeated += 1
             return False
         newest[request.span] = number
+        if not self._codec and request.span in self._cells:
+            self._cells[request.span].note_applied(request.message_id)
         return True
 
     def _move(self, request: Request, *, is_new: bool) -> np.ndarray | None:
         """Move a span by a message, and return a copy of the span for the answer.
 
-        Return None if the worker was removed meanwhile.
+        Return None if there is a codec and the worker was removed meanwhile.
         """
         cell = self._cells[request.span]
         with cell.held(request.message_id):
             if self._codec:
                 return self._move_compressed(cell, self._codec, request)
-            if self._refusal(request):
-                return None
             is_before = self._rule.sends is Sends.WEIGHTS
             before = _copied(cell.center.weights) if is_before else None
             if is_new:
                 with cell.copied(request.weights) as total:
-                    self._apply(cell, total, request)
+                    self._apply(cell.center, total, request)
             return _copied(cell.center.weights) if before is None else before
 
-    def _apply(self, cell: _Cell, total: Tensor, request: Request) -> None:
-        message_id, center = request.message_id, cell.center
-        cell.applied[message_id.worker_id, message_id.generation] = message_id.sequence
+    def _apply(self, center: Center, total: Tensor, request: Request) -> None:
         center.set_lr(request.lr)
         total = toward_center(total, center.weights, request.distrust)
         center.apply_(total, center.buffers, _tally(request))
@@ -355,26 +357,26 @@ class Shard:
             if state.is_closed:
                 return None
             if state.answered < request.message_id.sequence:
-                state.answer = self._answer(state, cell, codec, request)
+                cell.note_applied(request.message_id)
+                state.answer = self._answer(state, cell.center, codec, request)
                 state.answered = request.message_id.sequence
             return state.answer
 
     def _answer(
-        self, state: _CodecState, cell: _Cell, codec: Codec, request: Request
+        self, state: _CodecState, center: Center, codec: Codec, request: Request
     ) -> np.ndarray:
         """Apply an encoded message, and return the encoded answer."""
-        center = cell.center
         total = torch.empty_like(center.weights)
         codec.decode(torch.tensor(request.weights), out=total)
         if self._rule.sends is not Sends.WEIGHTS:
             total.mul_(message_weight(self._rule.sends, request.num_samples))
-            self._apply(cell, total, request)
+            self._apply(center, total, request)
             return _catch_up(state.mirror, center.weights, codec)
         total.add_(state.mirror)
         answer = _catch_up(state.mirror, center.weights, codec)
         # As if the center were where the worker's mirror is: c + (x - mirror).
         total.sub_(state.mirror).add_(center.weights)
-        self._apply(cell, total, request)
+        self._apply(center, total, request)
         return answer
 
     def state(self, members: dict[str, int] | None = None) -> ShardState:

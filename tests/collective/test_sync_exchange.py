@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -17,7 +18,7 @@ from raydl.core.center import Center
 from raydl.core.compression import ErrorFeedback, parse_codec
 from raydl.core.exchange import Header
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Elastic, Sends
+from raydl.core.rules import Elastic, MeanGradient, Sends
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.worker.in_process import LocalGroup
 
@@ -217,3 +218,110 @@ def test_forming_a_group_fails_at_once_when_the_center_is_lost(peers):
     with pytest.raises(ExchangeError, match="the center did not answer"):
         ray.get(peer.join.remote(GroupAddress("run", 1, "cpu", 60.0), 2, 0, store), timeout=60)
     assert time.monotonic() - began < 20.0
+
+
+# what compressed gradients leave out
+
+
+class Gathering:
+    """Ranks in threads that send gradients of batches of any size, all gradients being given."""
+
+    def __init__(self, num_workers, size):
+        self.num_workers, self.size = num_workers, size
+        self.centers = [
+            Center(
+                torch.zeros(size),
+                torch.zeros(0),
+                rule=MeanGradient(),
+                make_optimizer=lambda tensors: torch.optim.SGD(tensors, lr=1.0),
+            )
+            for _ in range(num_workers)
+        ]
+        self.feedback = [ErrorFeedback(parse_codec("none")) for _ in range(num_workers)]
+        self.computed = torch.zeros(size)
+        self.moves = []
+
+    def round(self, num_samples, gradients, codec):
+        """Exchange mean gradients, shape [size] each, of ``num_samples`` samples each."""
+        group = LocalGroup(self.num_workers, timeout_s=20.0)
+
+        def run(rank):
+            before, self.feedback[rank] = self.feedback[rank], ErrorFeedback(parse_codec(codec))
+            self.feedback[rank].load_state_dict(before.state_dict())
+            kind = SyncExchange if codec == "none" else GatheredExchange
+            exchange = kind(
+                group.member(rank),
+                self.centers[rank],
+                span=slice(0, self.size),
+                round=0,
+                sends=Sends.GRADIENT,
+                feedback=self.feedback[rank],
+            )
+            total = gradients[rank] * num_samples[rank]
+            exchange.begin(total, torch.zeros(0), Header(num_samples=float(num_samples[rank])))
+            exchange.wait()
+            exchange.commit()
+
+        before = self.centers[0].weights.clone()
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            list(pool.map(run, range(self.num_workers)))
+        self.moves.append(float((before - self.centers[0].weights).abs().max()))
+        for n, gradient in zip(num_samples, gradients, strict=True):
+            self.computed += gradient * n / max(1, sum(num_samples))
+
+    def moved_and_left_out(self):
+        """Return what has moved the center, and what the next messages add to it at equal parts."""
+        left_out = [f.residual for f in self.feedback if len(f.residual)]
+        return sum(left_out, torch.zeros(self.size)) / self.num_workers - self.centers[0].weights
+
+
+def test_a_small_batch_does_not_move_the_center_by_the_residual_of_full_batches():
+    run = Gathering(2, 100)
+    for n in [64] * 5 + [1] + [64] * 3:
+        run.round([n, n], [torch.ones(100)] * 2, "topk:0.1")
+    assert run.moves == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+
+SAMPLES = {
+    "full": [(64, 64)] * 11,
+    "a small batch of both": [(64, 64)] * 5 + [(1, 1)] + [(64, 64)] * 5,
+    "a small batch of one": [(64, 64)] * 5 + [(1, 64), (64, 3)] + [(64, 64)] * 5,
+    "a round without samples": [(64, 64)] * 5 + [(0, 0)] + [(64, 64)] * 5,
+    "a rank without samples": [(64, 64)] * 5 + [(0, 64), (5, 0)] + [(64, 64)] * 5,
+    "never the same": [(1, 9), (7, 2), (0, 3), (4, 4), (64, 1), (2, 5)] * 2,
+}
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.1"])
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+def test_what_moved_the_center_and_what_is_left_out_is_what_was_computed(samples, codec):
+    run, random = Gathering(2, 100), torch.Generator().manual_seed(3)
+    for num_samples in samples:
+        run.round(num_samples, torch.randn(2, 100, generator=random), codec)
+    torch.testing.assert_close(run.moved_and_left_out(), run.computed, atol=1e-4, rtol=1e-4)
+
+
+def test_a_round_without_samples_keeps_the_residual_that_it_sends():
+    run = Gathering(2, 100)
+    run.round([64, 64], [torch.arange(100.0)] * 2, "topk:0.1")
+    left_out = run.feedback[0].residual.clone()
+    run.round([0, 0], [torch.zeros(100)] * 2, "topk:0.1")
+    assert run.moves[1] == 0
+    assert torch.equal(run.feedback[0].residual, left_out)
+
+
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+def test_no_residual_is_lost_when_the_codec_changes(samples):
+    run, random = Gathering(2, 100), torch.Generator().manual_seed(3)
+    codecs = ["topk:0.1", "int8", "none", "topk:0.02", "none", "none"] * 2
+    for num_samples, codec in zip(samples, codecs, strict=False):
+        run.round(num_samples, torch.randn(2, 100, generator=random), codec)
+    torch.testing.assert_close(run.moved_and_left_out(), run.computed, atol=1e-4, rtol=1e-4)
+
+
+def test_a_message_without_codec_contains_the_whole_residual():
+    run = Gathering(2, 100)
+    for codec in ("topk:0.1", "topk:0.1", "none"):
+        run.round([64, 64], [torch.ones(100)] * 2, codec)
+    assert [float(f.residual.abs().sum()) for f in run.feedback] == [0, 0]
+    torch.testing.assert_close(run.centers[0].weights, torch.full((100,), -3.0))

@@ -208,6 +208,52 @@ def test_the_residual_of_plain_stays_zero():
         assert feedback.residual.tolist() == [0.0] * 100
 
 
+def test_a_message_that_counts_half_moves_half_of_what_it_leaves_out():
+    """v = (4, 2), m = (4, 0): of each value the receiver has counted s * m."""
+    residuals = []
+    for share in (0.0, 0.5, 1.0, 2.0):
+        feedback = ErrorFeedback(TopK(0.5))
+        feedback.encode(torch.tensor([4.0, 2.0]))
+        feedback.commit(share)
+        residuals.append(feedback.residual.tolist() or [0, 0])
+    assert residuals == [[0, 0], [0, 1], [0, 2], [0, 4]]
+
+
+@every_codec
+def test_what_messages_count_and_the_residual_sum_to_all_values_for_any_shares(codec):
+    feedback = ErrorFeedback(codec)
+    received, sent = torch.zeros(300), torch.zeros(300)
+    for seed, share in enumerate([1.0, 0.25, 0.0, 3.0, 1.0, 0.01, 1.5, 0.0, 1.0]):
+        values = torch.randn(300, generator=torch.Generator().manual_seed(seed))
+        feedback.encode(values, share=float(share > 0))
+        feedback.commit(share)
+        received += share * feedback.decoded
+        sent += share * values
+    torch.testing.assert_close(received + feedback.residual, sent, atol=1e-4, rtol=1e-4)
+
+
+def test_an_ignored_message_leaves_the_residual_also_in_the_state_after_it():
+    feedback = ErrorFeedback(TopK(0.5))
+    feedback.encode(torch.tensor([4.0, 2.0]))
+    feedback.commit()
+    feedback.encode(torch.zeros(2), share=0.0)
+    assert feedback.decoded.tolist() == [0, 2]
+    assert feedback.sent_state_dict()["residual"].tolist() == [0, 2]
+    feedback.commit()
+    assert feedback.residual.tolist() == [0, 2]
+
+
+def test_a_message_without_effect_can_be_forgotten():
+    feedback = ErrorFeedback(TopK(0.5))
+    feedback.encode(torch.tensor([4.0, 2.0]))
+    feedback.message = (3, 7)
+    assert feedback.open_norm() == 2
+    feedback.discard()
+    assert (feedback.message, feedback.is_open, feedback.norm()) == (None, False, 0)
+    with pytest.raises(AssertionError, match="commit at most once"):
+        feedback.commit()
+
+
 def test_error_feedback_by_hand():
     feedback = ErrorFeedback(TopK(0.5))
     decoded_and_residual = []

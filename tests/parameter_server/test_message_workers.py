@@ -1,5 +1,6 @@
 """Complete workers join and leave a center in this process."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -8,14 +9,19 @@ import torch
 from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 from message_jobs import wait_for
+from scenarios import scenario_config
 
+from raydl.config import ExchangeConfig
 from raydl.core.compression import ErrorFeedback, parse_codec
 from raydl.core.membership import Membership
+from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
+from raydl.core.rules import Rule, Sends
 from raydl.data.ledger import Ledger
 from raydl.errors import ExchangeError
 from raydl.parameter_server import ray_transport as remote
 from raydl.parameter_server.protocol import MessageId
+from raydl.worker.loop import Worker
 
 
 class ChangingWorkers:
@@ -216,3 +222,199 @@ def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
         delivery.wait()
     assert len(looks) == 3
     assert max(looks) <= 0.1
+
+
+# answers that are lost
+
+
+class Slope:
+    """A loss with a constant gradient, so that it is known what a worker has computed."""
+
+    name = "slope"
+    gradient = torch.tensor([8.0, 4.0, 2.0, 1.0])
+
+    def build_model(self, shape):
+        return torch.nn.Linear(1, 4, bias=False)
+
+    def loss(self, model, batch):
+        return (model.weight.view(-1) * self.gradient).sum()
+
+
+class SumOfGradients(Rule):
+    """c <- c - mean gradient, one message at a time."""
+
+    sends = Sends.GRADIENT
+    steps_replica = False
+    strategy, period = "async", 1
+
+    def update_center_(self, center, total, tally, optimizer):
+        if tally.num_samples:
+            center.sub_(total, alpha=1 / tally.num_samples)
+
+
+class LosingClient:
+    """A client that loses the answers of some shards, or the messages to them."""
+
+    def __init__(self, client):
+        self._client = client
+        self.lost_answers, self.lost_messages = (), ()
+        self.num_sent = 0
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def request(self, shard, request):
+        is_lost = self.num_sent in self.lost_messages
+        is_unanswered = self.num_sent in self.lost_answers
+        self.num_sent += 1
+        answer = None if is_lost else self._client.request(shard, request)
+        return LostAnswer() if is_lost or is_unanswered else answer
+
+
+class LostAnswer:
+    def wait(self):
+        raise ExchangeError(0, 1, "the answer was lost")
+
+
+class OneSlopeWorker:
+    """One worker that computes ``Slope.gradient`` in each round, by compressed messages."""
+
+    def __init__(self, compression="topk:0.25", *, rule=None, **exchange):
+        config = scenario_config(
+            "async-sgd",
+            steps=40,
+            period=exchange.get("fragments", 1),
+            lr=1.0,
+            workers=1,
+            exchange=ExchangeConfig(timeout_s=20.0, compression=compression, **exchange),
+        )
+        self.run = Ensemble(config, num_workers=1, images=tiny_images(6000))
+        self.run.use_task(Slope())
+        if rule is not None:
+            self.run.job = dataclasses.replace(self.run.job, method=resolve(config, rule))
+            self.run.workers = [Worker(self.run.job, "w0", batches=self.run.batches, publish=print)]
+        (self.worker,) = self.run.workers
+        first = dataclasses.replace(self.run.first, weights=np.zeros(4, np.float32))
+        members = Membership(1, ("w0",))
+        self.client = LosingClient(self.run._open_center(first, members))
+        self.worker.join(members, self.client, first)
+        self.generation = 1
+
+    def fail(self, *, lost_answers=(), lost_messages=()):
+        """Take a round of which some messages or answers are lost, by their numbers."""
+        sent = self.client.num_sent
+        self.client.lost_answers = [sent + i for i in lost_answers]
+        self.client.lost_messages = [sent + i for i in lost_messages]
+        with pytest.raises(ExchangeError, match="was lost"):
+            self.worker.run_round()
+
+    def change(self, *members):
+        self.generation += 1
+        membership = Membership(self.generation, members)
+        states = [shard.change(membership) for shard in self.run.others]
+        snapshot = self.run.service.change(membership, states)
+        if members:
+            self.worker.join(membership, self.client, snapshot)
+
+    def enter_again(self):
+        self.change()
+        self.change("w0")
+
+    def moved_and_left_out(self):
+        left_out = torch.zeros(4)
+        for (start, stop), feedback in self.worker.runner.feedback.items():
+            if len(feedback.residual):
+                left_out[start:stop] = feedback.residual
+        return (left_out - torch.tensor(self.run.center().weights)).tolist()
+
+
+def test_an_applied_message_whose_answer_was_lost_counts_once():
+    run = OneSlopeWorker()
+    run.run.run(rounds=5)
+    run.fail(lost_answers=[0])
+    run.enter_again()
+    assert run.moved_and_left_out() == [48, 24, 12, 6], "six rounds"
+    run.run.run(rounds=3)
+    assert run.moved_and_left_out() == [72, 36, 18, 9]
+    assert run.worker.report().lost_residuals == ()
+
+
+def test_a_message_that_did_not_arrive_does_not_count():
+    run = OneSlopeWorker()
+    run.run.run(rounds=5)
+    run.fail(lost_messages=[0])
+    run.enter_again()
+    assert run.moved_and_left_out() == [40, 20, 10, 5], "five rounds"
+
+
+@pytest.mark.parametrize("lost", ["messages", "answers"])
+def test_of_a_message_in_parts_the_applied_ones_count(lost):
+    run = OneSlopeWorker("topk:0.5", center_shards=2)
+    run.run.run(rounds=5)
+    run.fail(**{f"lost_{lost}": [1]})
+    run.enter_again()
+    last = 5 if lost == "messages" else 6
+    assert run.moved_and_left_out() == [48, 24, 2 * last, last]
+
+
+def test_of_a_round_in_fragments_the_applied_messages_count():
+    run = OneSlopeWorker("topk:0.5", fragments=2)
+    run.run.run(rounds=3)
+    assert run.moved_and_left_out() == [40, 20, 12, 6], "five of six steps in the first half"
+    run.fail(lost_answers=[1])
+    run.enter_again()
+    assert run.moved_and_left_out() == [56, 28, 16, 8], "seven and eight steps"
+
+
+def test_an_applied_gradient_whose_answer_was_lost_counts_once():
+    run = OneSlopeWorker(rule=SumOfGradients())
+    run.run.run(rounds=5)
+    run.fail(lost_answers=[0])
+    run.enter_again()
+    run.run.run(rounds=2)
+    assert run.moved_and_left_out() == [64, 32, 16, 8]
+
+
+def test_an_answer_lost_before_the_whole_membership_ended_counts_once():
+    run = OneSlopeWorker()
+    run.run.run(rounds=5)
+    run.fail(lost_answers=[0])
+    run.generation = 2
+    members = Membership(2, ("w0",))
+    run.run.service.begin_generation(members)
+    run.worker.join(members, run.client, run.run.center())
+    assert run.moved_and_left_out() == [48, 24, 12, 6]
+
+
+def test_what_only_a_lost_center_knew_is_counted_as_lost():
+    run = OneSlopeWorker()
+    run.run.run(rounds=5)
+    left_out = run.worker.runner.feedback[0, 4].residual.clone()
+    run.fail(lost_answers=[0])
+    members, copy = Membership(2, ("w0",)), run.worker.center()
+    run.client = LosingClient(run.run._open_center(copy, members))
+    run.worker.join(members, run.client, copy)
+    (lost,) = run.worker.report().lost_residuals
+    assert torch.equal(run.worker.runner.feedback[0, 4].residual, left_out)
+    assert lost.norm > 0
+    assert lost.why.startswith("the center was lost with the answer to its last message")
+    assert run.worker.report().lost_residuals == ()
+
+
+@pytest.mark.parametrize("rule", [None, SumOfGradients()], ids=["progress", "gradients"])
+def test_a_run_that_resumes_without_compression_sends_all_that_was_left_out(rule):
+    before = OneSlopeWorker(rule=rule)
+    before.run.run(rounds=5)
+    state, center = before.worker.pop_kept(-1), before.run.center()
+    after = OneSlopeWorker("none", rule=rule)
+    (after.worker,) = after.run.workers = [
+        Worker(after.run.job, "w0", batches=after.run.batches, publish=print)
+    ]
+    members = Membership(1, ("w0",))
+    after.client = LosingClient(after.run._open_center(center, members))
+    after.worker.join(members, after.client, center, state)
+    assert after.moved_and_left_out() == [40, 20, 10, 5]
+    after.run.run(rounds=1)
+    assert after.run.center().weights.tolist() == [-48, -24, -12, -6]
+    after.run.run(rounds=1)
+    assert after.run.center().weights.tolist() == [-56, -28, -14, -7]

@@ -551,3 +551,48 @@ def test_the_cells_that_a_process_can_map_have_the_workers_slot():
     with held, pytest.raises(ExchangeTimeoutError) as caught, cell.held(1, 1):
         pass
     assert caught.value.timeout_s == 0.25
+
+
+# which messages were applied
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_shard_knows_the_newest_applied_message_of_a_worker_that_was_removed(codec):
+    shard = shard_of([0.0] * 4, spans=[(0, 2), (2, 4)], codec=codec)
+    values = [1.0, 0.0] if codec is None else parse_codec(codec).encode(torch.tensor([1.0, 0.0]))
+    for number, span in ((0, (0, 2)), (1, (2, 4)), (2, (0, 2))):
+        shard.exchange(request("w1", number, values, span=span))
+    shard.change(Membership(2, ("w0",)))
+    assert "no longer a member" in shard.exchange(request("w1", 3, values, span=(0, 2))).refusal
+    shard.change(Membership(3, ("w0", "w1")))
+    assert shard.applied("w1", 0) == {(0, 2): 2, (2, 4): 1}
+    assert shard.applied("w1", 3) == shard.applied("w0", 0) == {(0, 2): -1, (2, 4): -1}
+    shard.begin_generation(Membership(4, ("w0", "w1")))
+    assert shard.applied("w1", 0) == {(0, 2): 2, (2, 4): 1}
+
+
+def test_a_restarted_shard_does_not_know_what_was_applied_before():
+    shard_of([0.0]).exchange(request("w0", 0, [1.0]))
+    assert shard_of([1.0]).applied("w0", 7) == {}
+
+
+def test_a_shard_forgets_the_messages_of_long_gone_workers():
+    shard = shard_of([0.0])
+    for generation in range(1, 1100):
+        shard.change(Membership(generation, (f"w{generation}", "w0")))
+    assert shard.applied("w1", 1) == {}
+    assert shard.applied("w1000", 1000) == shard.applied("w0", 0) == {(0, 1): -1}
+
+
+@pytest.mark.parametrize("is_locked", [True, False], ids=["async", "hogwild"])
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_message_that_meets_the_removal_is_applied_and_known_or_neither(is_locked, codec, pool):
+    values = [1.0] * 4 if codec is None else parse_codec(codec).encode(torch.ones(4))
+    for _ in range(50):
+        shard = shard_of([0.0] * 4, codec=codec, is_locked=is_locked)
+        late = pool.submit(shard.exchange, request("w1", 0, values, span=(0, 4)))
+        shard.change(Membership(2, ("w0",)))
+        known = shard.applied("w1", 0)[0, 4]
+        refusal = late.result(SOON_S).refusal
+        assert known == (-1 if refusal else 0)
+        assert lists(shard.state()) == [[0.0 if refusal else 1.0] * 4]
