@@ -272,7 +272,7 @@ class WorkerPool:
     def _forget(self, worker_id: str, cause: str) -> None:
         entry = self._worker_registry[worker_id]
         if entry.report is not None and not entry.has_passed_on:
-            lost = LostResidual(entry.report.residual, f"it {cause}")
+            lost = LostResidual(entry.report.residual, f"{worker_id} {cause}")
             self._lost_residuals.note(worker_id, lost)
         self._worker_registry.remove(worker_id, cause)
         self._request_number.pop(worker_id, None)

@@ -6,6 +6,7 @@ import pytest
 from controller_harness import ControllerHarness, collected, report, scored, snapshot
 
 from raydl.core.callbacks import StopAtAccuracy
+from raydl.core.compression import LostResidual
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.scores import Evaluated
@@ -392,3 +393,92 @@ def test_a_worker_that_leaves_its_exchange_causes_no_pause_while_another_trains(
     harness.step(Changed(), Published((0, 3)))
     harness.step(report("w1", 9, generation=harness.worker_group.formed[-1].generation))
     assert harness.controller.stragglers.longest_pause_s == 0.0
+
+
+# what compressed messages leave out
+
+
+def compressed(num_workers=2, *worker_ids, residuals=(0.5, 0.25), **more):
+    """Return a run in which the messages of w0 and w1 have left out something."""
+    harness = training(num_workers, *worker_ids, name="async-sgd", compression="int8", **more)
+    reports = [report(w, 4, residual=r) for w, r in zip(("w0", "w1"), residuals, strict=True)]
+    return harness.after(*reports)
+
+
+def lost_lines(harness):
+    return [line for line in harness.log_lines if line.startswith("what compressed messages")]
+
+
+def test_the_loss_of_a_worker_names_what_its_messages_had_left_out():
+    harness = compressed((1, 2)).after(Lost("w1", DIED))
+    assert lost_lines(harness) == [
+        "what compressed messages of w1 had left out, of L2 norm 0.25, is lost: w1 was lost"
+    ]
+    assert harness.controller.lost_residuals.count == 1
+
+
+def test_a_worker_whose_messages_have_left_out_nothing_is_lost_without_a_further_word():
+    harness = compressed((1, 2), residuals=(0.5, 0.0)).after(Lost("w1", DIED))
+    assert lost_lines(harness) == []
+    assert harness.controller.lost_residuals.count == 0
+
+
+def test_a_leaver_hands_over_what_its_messages_have_left_out():
+    harness = compressed((1, 2)).after(Draining("w0"), WorkerReady("w2"))
+    assert ("hand_in", "w0") in harness.step(*harness.end("left", 5, "w0"))
+    state = {"mine": 1}
+    harness.step(Changed(), report("w0", 5, residual=0.5))
+    assert ("hand_over", "w2", state) in harness.step(HandedIn("w0", state))
+    harness.step(TookOver("w2"))
+    assert harness.worker_group.own_states == {"w2": state}
+    harness.step(Changed(), Lost("w1", DIED))
+    assert len(lost_lines(harness)) == 1, "of w1 alone"
+
+
+@pytest.mark.parametrize("part", ["hand in", "take over", "newcomer"])
+def test_what_a_leaver_could_not_hand_over_is_counted_once(part):
+    harness = compressed((1, 2)).after(Draining("w0"), WorkerReady("w2"))
+    harness.step(*harness.end("left", 5, "w0"))
+    harness.step(Changed())
+    if part == "hand in":
+        harness.step(GaveUp("state of w0", "no space left"))
+    else:
+        harness.step(HandedIn("w0", {"mine": 1}))
+        is_lost = part == "newcomer"
+        harness.step(Lost("w2", DIED) if is_lost else GaveUp("handover to w2", "it is damaged"))
+    harness.steps(3)
+    (line,) = lost_lines(harness)
+    assert "messages of w0 had left out, of L2 norm 0.5, is lost" in line
+    assert harness.controller.lost_residuals.count == 1
+
+
+def test_a_leaver_without_a_replacement_takes_what_its_messages_have_left_out_with_it():
+    harness = compressed((1, 2))
+    harness.controller.remove("w1")
+    harness.step(*harness.end("left", 5, "w1"))
+    harness.step(Changed())
+    harness.steps(2)
+    assert lost_lines(harness) == [
+        "what compressed messages of w1 had left out, of L2 norm 0.25, is lost: w1 was removed"
+    ]
+
+
+def test_what_a_worker_reports_as_lost_is_logged_and_counted():
+    lost = LostResidual(0.125, "it copied the replica of its partner")
+    harness = compressed().after(report("w1", 5, residual=0.25, lost_residuals=(lost,)))
+    assert lost_lines(harness) == [
+        "what compressed messages of w1 had left out, of L2 norm 0.125, is lost: it copied the "
+        "replica of its partner"
+    ]
+    assert harness.controller.lost_residuals.count == 1
+
+
+@pytest.mark.parametrize(("compression", "count"), [("int8", 1), ("none", 0)])
+def test_a_run_resumed_with_fewer_workers_says_whose_state_is_not_resumed(compression, count):
+    states = {"w0": {}, "w1": {}}
+    harness = ControllerHarness(
+        1, is_sync=False, name="async-sgd", compression=compression, own_states=states
+    )
+    assert harness.controller.lost_residuals.count == count
+    expected = "what compressed messages of w1 had left out is lost: fewer workers resume"
+    assert lost_lines(harness) == [expected] * count

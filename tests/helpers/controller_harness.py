@@ -7,6 +7,7 @@ from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
     EvaluationConfig,
+    ExchangeConfig,
     MethodConfig,
     OptimizerConfig,
     ScalingConfig,
@@ -137,6 +138,7 @@ class ControllerHarness:
         elastic = {"max_restarts": more.pop("max_restarts", 20), **more.pop("elastic", {})}
         callbacks = more.pop("callbacks", ())
         optimizer = more.pop("optimizer", OptimizerConfig())
+        exchange = ExchangeConfig(compression=more.pop("compression", "none"))
         evaluation = EvaluationConfig(by=more.pop("scored_by", "evaluator"))
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
         first_seconds = more.pop("first_seconds", 0.0)
@@ -154,6 +156,7 @@ class ControllerHarness:
             elastic=ElasticConfig(**elastic),
             optimizer=optimizer,
             evaluation=evaluation,
+            exchange=exchange,
         )
         self.is_sync = is_sync
         self.controller = Controller(

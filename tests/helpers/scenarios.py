@@ -27,6 +27,19 @@ def scenario_config(method, *, exchange=None, period=2, lr=0.1, workers=2, **tra
     )
 
 
+class Slope:
+    """A loss with a constant gradient, so that it is known what a worker has computed."""
+
+    name = "slope"
+    gradient = torch.tensor([8.0, 4.0, 2.0, 1.0])
+
+    def build_model(self, shape):
+        return torch.nn.Linear(1, 4, bias=False)
+
+    def loss(self, model, batch):
+        return (model.weight.view(-1) * self.gradient).sum()
+
+
 def loss_of(ensemble, weights, images):
     with torch.no_grad():
         ensemble.flat.weights.copy_(torch.tensor(weights))

@@ -9,7 +9,7 @@ import torch
 from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 from message_jobs import wait_for
-from scenarios import scenario_config
+from scenarios import Slope, scenario_config
 
 from raydl.config import ExchangeConfig
 from raydl.core.compression import ErrorFeedback, parse_codec
@@ -225,19 +225,6 @@ def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
 
 
 # answers that are lost
-
-
-class Slope:
-    """A loss with a constant gradient, so that it is known what a worker has computed."""
-
-    name = "slope"
-    gradient = torch.tensor([8.0, 4.0, 2.0, 1.0])
-
-    def build_model(self, shape):
-        return torch.nn.Linear(1, 4, bias=False)
-
-    def loss(self, model, batch):
-        return (model.weight.view(-1) * self.gradient).sum()
 
 
 class SumOfGradients(Rule):

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
+from scenarios import Slope, scenario_config
 
-from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.membership import Membership
 from raydl.data import ImageSet
-from raydl.errors import ConfigError, InfrastructureError, NonFiniteLossError
+from raydl.errors import ConfigError, InfrastructureError, NonFiniteError, NonFiniteLossError
+from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Outcome, use_deterministic_kernels
 
 METHODS = ["sync-easgd", "sync-measgd", "sync-sgd", "sync-msgd"]
@@ -219,3 +222,142 @@ def test_kernels_whose_results_vary_are_refused(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+# what compressed messages leave out
+
+
+def slopes(method, codec, *, num_workers=2, **exchange):
+    """Return workers whose gradient is always ``Slope.gradient``."""
+    config = scenario_config(
+        method,
+        steps=40,
+        period=exchange.get("fragments", 1),
+        lr=1.0,
+        workers=num_workers,
+        exchange=ExchangeConfig(timeout_s=20.0, compression=codec, **exchange),
+    )
+    ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(6000))
+    ensemble.use_task(Slope())
+    ensemble.first = dataclasses.replace(ensemble.first, weights=np.zeros(4, np.float32))
+    return ensemble
+
+
+def moved_and_left_out(ensemble):
+    left_out = torch.zeros(4)
+    for worker in ensemble.workers:
+        for (start, stop), feedback in worker.runner.feedback.items():
+            if len(feedback.residual):
+                left_out[start:stop] += feedback.residual / len(ensemble.workers)
+    return (left_out - torch.tensor(ensemble.center_weights())).numpy()
+
+
+@pytest.mark.parametrize("method", ["sync-sgd", "local-sgd"])
+@pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [("topk:0.25", {}), ("topk:0.5", {}), ("int8", {}), ("none", {}), ("none", {"packed": False})],
+)
+def test_a_run_that_resumes_with_another_codec_loses_nothing(method, codec, exchange):
+    first = slopes(method, "topk:0.25").join()
+    first.run(rounds=5)
+    assert moved_and_left_out(first).tolist() == [40, 20, 10, 5]
+    states = {w.worker_id: w.pop_kept(-1) for w in first.workers}
+    second = slopes(method, codec, **exchange).join(first.workers[0].center(), states)
+    assert moved_and_left_out(second).tolist() == [40, 20, 10, 5]
+    second.run(rounds=1)
+    np.testing.assert_allclose(moved_and_left_out(second), [48, 24, 12, 6], rtol=1e-5)
+    if codec == "none":
+        assert second.center_weights().tolist() == [-48, -24, -12, -6]
+
+
+def test_a_run_that_resumes_with_other_fragments_and_without_a_codec_loses_nothing():
+    first = slopes("local-sgd", "topk:0.25").join()
+    first.run(rounds=5)
+    states = {w.worker_id: w.pop_kept(-1) for w in first.workers}
+    second = slopes("local-sgd", "none", fragments=2).join(first.workers[0].center(), states)
+    assert moved_and_left_out(second).tolist() == [40, 20, 10, 5]
+    second.run(rounds=1)
+    assert second.center_weights().tolist() == [-48, -24, -14, -7], "one and two steps"
+
+
+def test_gradients_left_out_by_an_earlier_version_are_read_as_means():
+    """It stored sums over the samples of a round: three samples a step here."""
+    first = slopes("sync-sgd", "topk:0.25").join()
+    first.run(rounds=5)
+    states = {w.worker_id: w.pop_kept(-1) for w in first.workers}
+    for state in states.values():
+        for *_, feedback in state["feedback"]:
+            del feedback["of"]
+            feedback["residual"] *= 3
+    second = slopes("sync-sgd", "topk:0.25").join(first.workers[0].center(), states)
+    assert moved_and_left_out(second).tolist() == [40, 20, 10, 5]
+
+
+@pytest.mark.parametrize("codec", ["topk:0.5", "int8", "none"])
+def test_a_changed_codec_and_a_resumed_run_begin_with_the_same_residual(codec):
+    first = slopes("local-sgd", "topk:0.25").join()
+    first.run(rounds=3)
+    runner = first.workers[0].runner
+    state = runner.feedback_state()
+    context = runner.strategy._context
+    changed = context.feedback_of((0, 4), codec)
+    resumed = slopes("local-sgd", codec).workers[0].runner
+    resumed.load_feedback(state, codec)
+    assert changed.norm() > 0
+    assert torch.equal(changed.residual, resumed.feedback[0, 4].residual)
+    assert changed.codec.name == resumed.feedback[0, 4].codec.name == codec
+
+
+def test_a_replica_that_diverged_still_sends_what_completed_exchanges_left_out():
+    ensemble = slopes("local-sgd", "topk:0.25", num_workers=1).join()
+    ensemble.run(rounds=5)
+    (worker,) = ensemble.workers
+    left_out = worker.runner.feedback[0, 4].residual.clone()
+    worker.replica.flat.weights.fill_(math.nan)
+    with pytest.raises(NonFiniteError):
+        worker.run_round()
+    assert torch.equal(worker.runner.feedback[0, 4].residual, left_out)
+    assert moved_and_left_out(ensemble).tolist() == [40, 20, 10, 5]
+    assert worker.report().lost_residuals == ()
+
+
+def test_what_was_left_out_is_lost_with_the_exchanges_of_a_center_that_diverged():
+    ensemble = slopes("local-sgd", "topk:0.25", num_workers=1).join()
+    (worker,) = ensemble.workers
+    ensemble.run(rounds=5)
+    norm = worker.report().residual
+    assert norm == pytest.approx(float(worker.runner.feedback[0, 4].residual.norm()))
+    worker.runner.strategy._weights.fill_(math.nan)
+    assert worker.copy_age == (-1, 0)
+    worker.join(Membership(2, ("w0",)), LocalGroup(1, timeout_s=1.0).member(0), ensemble.first)
+    report = worker.report()
+    (lost,) = report.lost_residuals
+    assert (lost.norm, lost.why) == (norm, "the center went back to an earlier state")
+    assert report.residual == 0
+
+
+def test_partners_send_the_same_and_keep_what_the_first_one_has_left_out():
+    config = scenario_config(
+        "local-sgd", steps=40, period=2, exchange=ExchangeConfig(compression="topk:0.25")
+    )
+    config = dataclasses.replace(config, method=dataclasses.replace(config.method, group_size=2))
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(6000))
+    ensemble.use_task(Slope())
+    ensemble.join()
+    ensemble.run(rounds=3)
+    states = {w.worker_id: w.pop_kept(-1) for w in ensemble.workers}
+    first, second = (states[w]["feedback"][0][2]["residual"] for w in ("w0", "w1"))
+    assert torch.equal(first, second)
+    second += 1
+    again = Ensemble(config, num_workers=2, images=tiny_images(6000))
+    again.use_task(Slope())
+    again.join(ensemble.workers[0].center(), states)
+    copied = [w.runner.feedback[0, 4].residual for w in again.workers]
+    assert torch.equal(copied[0], first)
+    assert torch.equal(copied[1], first)
+    (lost,) = again.workers[1].report().lost_residuals
+    assert lost.norm == pytest.approx(float(second.norm()))
+    assert lost.why == "it copied the replica of its partner"
+    assert again.workers[0].report().lost_residuals == ()
+    again.run(rounds=2)
+    assert torch.equal(*(w.runner.feedback[0, 4].residual for w in again.workers))
