@@ -564,7 +564,7 @@ class Controller:
         self._worker_group.form(membership, self._round, states)
         self._run = Generation(membership, self._round, is_changing=not self._method.is_sync)
         self.worker_registry.formed(membership)
-        self._worker_pool.note_formed()
+        self._worker_pool.note_formed(membership)
         self._center_manager.formed(membership.generation, self._round)
         self._stop_voted = self._is_idle = False  # votes end with their generation
         self._cuts_voted = self._first_cuts

@@ -73,6 +73,8 @@ class WorkerPool:
         self._do_spares_share = self._num_spares > 0 and set(config.scaling.resources()) <= {"CPU"}
         """Whether a spare that trains may share cores: it reserves no GPU, for example."""
         self._has_trained = False
+        self._members: tuple[str, ...] = ()
+        """The workers of the newest generation, by rank."""
         self._num_losses = 0
         self._num_requests = 0
         self._request_number: dict[str, int] = {}
@@ -133,9 +135,9 @@ class WorkerPool:
             requested.append(worker_id)
         return requested
 
-    def note_formed(self) -> None:
+    def note_formed(self, membership: Membership) -> None:
         """Note that a generation trains."""
-        self._has_trained = True
+        self._has_trained, self._members = True, membership.worker_ids
         self._request_spares()
 
     # leaving
@@ -271,7 +273,11 @@ class WorkerPool:
 
     def _forget(self, worker_id: str, cause: str) -> None:
         entry = self._worker_registry[worker_id]
-        if entry.report is not None and not entry.has_passed_on:
+        if (
+            entry.report is not None
+            and not entry.has_passed_on
+            and not self._has_partner(worker_id)
+        ):
             lost = LostResidual(entry.report.residual, f"{worker_id} {cause}")
             self._lost_residuals.note(worker_id, lost)
         self._worker_registry.remove(worker_id, cause)
@@ -281,6 +287,15 @@ class WorkerPool:
             # No other newcomer gets this replica: it may have been the cause of the loss.
             del self._handover_since[worker_id]
             self._forget_state(state)
+
+    def _has_partner(self, worker_id: str) -> bool:
+        """Whether another worker shares the replica of this one, and so has the same residual."""
+        if worker_id not in self._members:
+            return False
+        size = self._config.method.group_size
+        start = self._members.index(worker_id) // size * size
+        group = self._members[start : start + size]
+        return any(w != worker_id and w in self._worker_registry for w in group)
 
     def _forget_state(self, state: SavedState) -> None:
         """Delete a leaver's state that no worker will continue from."""

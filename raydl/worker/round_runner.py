@@ -195,9 +195,9 @@ class RoundRunner:
     def feedback_state(self) -> list[list[Any]]:
         """Return the state of the error feedback: start, stop and state of each span."""
         return [
-            [*span, feedback.state_dict()]
+            [*span, {**feedback.state_dict(), **_unanswered(feedback)}]
             for span, feedback in self.feedback.items()
-            if len(feedback.residual)
+            if len(feedback.residual) or feedback.message is not None
         ]
 
     def load_feedback(self, state: list[list[Any]], compression: str) -> None:
@@ -213,6 +213,9 @@ class RoundRunner:
             feedback = self.feedback[start, stop] = ErrorFeedback(codec)
             feedback.load_state_dict(saved if "of" in saved else self._of_mean(saved))
         self.residual = self._norm_of_residuals()
+        if unknown := math.hypot(*(saved.get("unanswered", 0.0) for *_, saved in state)):
+            why = "it is not known whether its last message before the state was saved was applied"
+            self._lost_residuals.append(LostResidual(unknown, why))
 
     def _of_mean(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state of an earlier version, whose gradients were sums over full batches."""
@@ -498,3 +501,8 @@ class RoundRunner:
         """Return the strategy of the generation that the worker has entered."""
         assert self._sync is not None, "workers that exchange with the center have no group"
         return self._sync
+
+
+def _unanswered(feedback: ErrorFeedback) -> dict[str, float]:
+    """Return by how much a message would change the residual of which no answer has arrived."""
+    return {} if feedback.message is None else {"unanswered": feedback.open_norm()}

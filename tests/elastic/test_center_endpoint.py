@@ -6,6 +6,7 @@ from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 
 from raydl.elastic.center_endpoint import CenterEndpoint
+from raydl.parameter_server.protocol import MessageId
 from raydl.worker.in_process import LocalCenterClient
 
 
@@ -41,3 +42,12 @@ def test_workers_that_call_the_endpoint_get_the_same_bits(
     found = center_of(method, num_workers, is_mapped=is_mapped)
     assert len(endpoints) == 1
     assert np.array_equal(found, expected)
+
+
+def test_a_worker_learns_from_the_endpoint_which_of_its_messages_were_applied():
+    run = Ensemble(job("async-sgd", compression="int8"), num_workers=1, images=tiny_images(24))
+    run.join().run(rounds=2)
+    client = LocalCenterClient(Endpoint(run.service))
+    (number,) = client.applied(MessageId("w0", 2, 0), 1).values()
+    assert number > 0
+    assert client.applied(MessageId("w0", 2, 0), 7) == {}

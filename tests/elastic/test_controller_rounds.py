@@ -501,3 +501,18 @@ def test_a_lost_center_is_rebuilt_from_a_copy_of_round_0():
     harness = ControllerHarness().start()
     harness.step(Lost("center", "the actor died"), *harness.end("broken", 0, "w0", "w1"))
     assert ("rebuild_center", "w0") in [*harness.worker_group.calls, *harness.steps(2)]
+
+
+def test_what_partners_have_left_out_is_lost_with_the_last_of_them():
+    harness = ControllerHarness((2, 4), group_size=2, name="local-sgd", compression="int8").start(
+        "w0", "w1", "w2", "w3"
+    )
+    harness.step(*(report(f"w{i}", 4, residual=0.5) for i in range(4)))
+    harness.step(Lost("w0", "it died"), Lost("w2", "it died"))
+    assert harness.controller.lost_residuals.count == 0
+    harness.step(Lost("w1", "it died"))
+    assert harness.controller.lost_residuals.count == 1
+    assert (
+        "what compressed messages of w1 had left out, of L2 norm 0.5, is lost: w1 was lost"
+        in harness.log_lines
+    )

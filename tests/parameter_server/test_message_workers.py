@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -373,6 +374,32 @@ def test_an_answer_lost_before_the_whole_membership_ended_counts_once():
     assert run.moved_and_left_out() == [48, 24, 12, 6]
 
 
+class Actor:
+    """An actor whose calls run at once, and whose references are the results."""
+
+    def __init__(self, target):
+        self._target = target
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self._target, name))
+
+
+def test_a_worker_asks_the_actors_of_all_shards_which_parts_were_applied(monkeypatch):
+    monkeypatch.setattr(remote.ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(remote.ray, "get", lambda ref, timeout: ref)
+    run = OneSlopeWorker("topk:0.5", center_shards=3)
+    run.run.run(rounds=2)
+    run.change()
+    client = remote.RayCenterClient(
+        [Actor(shard) for shard in (run.run.service, *run.run.others)], timeout_s=5.0
+    )
+    message_id = MessageId("w0", 3, 0)
+    assert sorted(client.applied(message_id, 1)) == [(0, 2), (2, 3), (3, 4)]
+    assert client.applied(message_id, 1) == run.client.applied(message_id, 1)
+    assert min(client.applied(message_id, 1).values()) > 0
+    assert client.applied(message_id, 2) == {}
+
+
 def test_what_only_a_lost_center_knew_is_counted_as_lost():
     run = OneSlopeWorker()
     run.run.run(rounds=5)
@@ -386,6 +413,20 @@ def test_what_only_a_lost_center_knew_is_counted_as_lost():
     assert lost.norm > 0
     assert lost.why.startswith("the center was lost with the answer to its last message")
     assert run.worker.report().lost_residuals == ()
+
+
+def test_a_state_that_was_saved_before_the_answer_was_known_says_so_when_it_is_loaded():
+    run = OneSlopeWorker()
+    run.run.run(rounds=5)
+    run.fail(lost_answers=[0])
+    state, again = run.worker.pop_kept(-1), OneSlopeWorker().worker.runner
+    again.load_feedback(state["feedback"], "topk:0.25")
+    (lost,) = again.pop_lost_residuals()
+    assert lost.norm > 0
+    assert lost.why.startswith("it is not known whether its last message")
+    run.enter_again()
+    again.load_feedback(run.worker.pop_kept(-1)["feedback"], "topk:0.25")
+    assert again.pop_lost_residuals() == ()
 
 
 @pytest.mark.parametrize("rule", [None, SumOfGradients()], ids=["progress", "gradients"])
