@@ -363,6 +363,18 @@ def test_an_applied_gradient_whose_answer_was_lost_counts_once():
     assert run.moved_and_left_out() == [64, 32, 16, 8]
 
 
+def test_a_gradient_without_samples_keeps_what_was_left_out():
+    run = OneSlopeWorker(rule=SumOfGradients())
+    run.run.run(rounds=5)
+    left_out, batch = run.moved_and_left_out(), run.worker._feed.batch
+    run.worker._feed.batch = lambda *place: tuple(tensor[:0] for tensor in batch(*place))
+    run.run.run(rounds=1)
+    assert run.moved_and_left_out() == left_out == [40, 20, 10, 5]
+    run.worker._feed.batch = batch
+    run.run.run(rounds=1)
+    assert run.moved_and_left_out() == [48, 24, 12, 6]
+
+
 def test_an_answer_lost_before_the_whole_membership_ended_counts_once():
     run = OneSlopeWorker()
     run.run.run(rounds=5)

@@ -270,6 +270,24 @@ def test_a_run_that_resumes_with_another_codec_loses_nothing(method, codec, exch
         assert second.center_weights().tolist() == [-48, -24, -12, -6]
 
 
+@pytest.mark.parametrize("empty", [("w0", "w1"), ("w1",)], ids=["all", "one"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_round_without_samples_keeps_what_was_left_out(empty, fragments):
+    ensemble = slopes("sync-sgd", "topk:0.25", fragments=fragments).join()
+    ensemble.run(rounds=5)
+    before = moved_and_left_out(ensemble)
+    feeds = [w._feed for w in ensemble.workers if w.worker_id in empty]
+    for feed in feeds:
+        feed.all_samples = feed.batch
+        feed.batch = lambda *place, feed=feed: tuple(t[:0] for t in feed.all_samples(*place))
+    ensemble.run(rounds=1)
+    added = (moved_and_left_out(ensemble) - before).tolist()
+    if len(empty) == 1:
+        assert added == [8, 4, 2, 1]
+    else:  # with fragments the first one still had the last step of the round before
+        assert added == ([0, 0, 0, 0] if fragments == 1 else [8, 4, 0, 0])
+
+
 def test_a_run_that_resumes_with_other_fragments_and_without_a_codec_loses_nothing():
     first = slopes("local-sgd", "topk:0.25").join()
     first.run(rounds=5)
