@@ -128,7 +128,9 @@ class _Cell:
 
     def note_applied(self, message_id: MessageId) -> None:
         """Note that a message is being applied."""
-        self.applied[message_id.worker_id, message_id.generation] = message_id.sequence
+        key = message_id.worker_id, message_id.generation
+        if key in self.applied:
+            self.applied[key] = message_id.sequence
 
     @contextlib.contextmanager
     def copied(self, values: np.ndarray) -> Iterator[Tensor]:
@@ -235,7 +237,8 @@ class Shard:
             }
             self._newest = {w: self._newest[w] if w in before else {} for w in members}
         for cell in self._cells.values():
-            cell.remember(members)
+            if self._rule.sends is not Sends.WEIGHTS:  # weights leave out nothing
+                cell.remember(members)
             if cell.mapped:
                 cell.mapped.admit(members)
         return self.state(members)
@@ -251,7 +254,8 @@ class Shard:
 
         Returns:
             By span, the number of the newest message that was applied; -1: none was. A span is
-            missing if this shard does not know: it has started since.
+            missing if this shard does not know: it has started since, or the rule sends weights,
+            of which messages leave out nothing.
         """
         key = worker_id, generation
         return {s: c.applied[key] for s, c in self._cells.items() if key in c.applied}
