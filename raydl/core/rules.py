@@ -411,6 +411,24 @@ class DelayedNesterov(Optimizer):
             state["arrivals"] = 0
 
 
+def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return states of ``DelayedNesterov`` at parts of one span as if equally many steps were in s.
+
+    The span has one count, that of the part with the fewest. The sums of the others are scaled to
+    it, so that every average s/n stays as it was; where a part has no steps, the momentum goes
+    without what the others have in s. States of other optimizers do not change.
+    """
+    if not any("arrivals" in state for state in states):
+        return states
+    least = min(state.get("arrivals", 0) for state in states)
+    return [
+        {**state, "arrivals": least, "sum": state["sum"] * (least / (state["arrivals"] or 1))}
+        if state
+        else state
+        for state in states
+    ]
+
+
 def step_along_(center: Tensor, direction: Tensor, optimizer: Optimizer | None) -> None:
     """Step the optimizer at the center along a flat gradient, shape [n]."""
     assert optimizer is not None, "this rule needs an optimizer at the center"
