@@ -21,7 +21,7 @@ a group of workers is one replica in several processes. Only groups exchange wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -123,8 +123,17 @@ def gather_bytes(
     return [row[: int(size)].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
+def _whole() -> float:
+    return 1.0
+
+
 def _sums_over_replicas(
-    group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
+    group: Group,
+    group_size: int,
+    weights: Tensor,
+    buffers: Tensor,
+    header: Tensor,
+    share_of_round: float,
 ) -> tuple[Tally, Header]:
     """Turn sums over workers into sums over replicas, in place; return tally and header sums.
 
@@ -135,7 +144,7 @@ def _sums_over_replicas(
         weights.div_(group_size)
         buffers.div_(group_size)
     sums = Header(*header.tolist())
-    return Tally(num_replicas, num_replicas, sums.num_samples), sums
+    return Tally(num_replicas, num_replicas, sums.num_samples, share_of_round), sums
 
 
 class SyncExchange:
@@ -149,6 +158,8 @@ class SyncExchange:
         pieces: sizes of the parts to send one by one, which sum to the number of weights; None:
             all in one message.
         group_size: number of workers that share one replica and send the same weights.
+        share_of_round: returns the share of a whole round that this round has, as all ranks know it
+            (``raydl.core.rules.Tally``).
     """
 
     def __init__(
@@ -160,12 +171,14 @@ class SyncExchange:
         round: int,
         pieces: Sequence[int] | None = None,
         group_size: int = 1,
+        share_of_round: Callable[[], float] = _whole,
     ) -> None:
         self.center = center
         self.span = span
         self.round = round
         self._group = group
         self._group_size = group_size
+        self._share_of_round = share_of_round
         self._work: list[Work] = []
         self._tally = Tally(0, 0, 0.0)
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
@@ -205,8 +218,9 @@ class SyncExchange:
         for piece in work:
             piece.wait()
         self._tally, sums = _sums_over_replicas(
-            self._group, self._group_size, self._weights, self._buffers, self._header
-        )
+            self._group, self._group_size, self._weights, self._buffers, self._header,
+            self._share_of_round(),
+        )  # fmt: skip
         return Arrival(self._tally, sums)
 
     def commit(self) -> None:
@@ -274,6 +288,8 @@ class GatheredExchange:
         sends: what the rule sends.
         feedback: this worker's codec, with its residual so far.
         group_size: number of workers that share one replica and send the same weights.
+        share_of_round: returns the share of a whole round that this round has, as all ranks know it
+            (``raydl.core.rules.Tally``).
     """
 
     def __init__(
@@ -286,6 +302,7 @@ class GatheredExchange:
         sends: Sends,
         feedback: ErrorFeedback,
         group_size: int = 1,
+        share_of_round: Callable[[], float] = _whole,
     ) -> None:
         self.center = center
         self.span = span
@@ -293,6 +310,7 @@ class GatheredExchange:
         self._group = group
         self._sends = sends
         self._group_size = group_size
+        self._share_of_round = share_of_round
         self._feedback = feedback
         self._work: Work | None = None
         self._tally = Tally(0, 0, 0.0)
@@ -348,8 +366,9 @@ class GatheredExchange:
             self._total.add_(self._decoded)
             self._rest.add_(self._all_rest[rank])
         self._tally, sums = _sums_over_replicas(
-            self._group, self._group_size, self._total, self._buffers, self._header
-        )
+            self._group, self._group_size, self._total, self._buffers, self._header,
+            self._share_of_round(),
+        )  # fmt: skip
         if self._sends is not Sends.WEIGHTS:
             return Arrival(self._tally, sums)
         self._total.add_(self.center.weights, alpha=self._tally.num_messages)
