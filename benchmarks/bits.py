@@ -180,7 +180,7 @@ def compare(
     outcomes = {}
     for case in chosen:
         outcomes[case.name] = pair = before(case), now(case)
-        word = "same" if is_same(*pair) else "DIFFERS"
+        word = "FAILED" if FAILED in pair else "same" if is_same(*pair) else "DIFFERS"
         print(f"{word:8}{case.name:24}{' '.join(shortened(o) for o in pair)}", flush=True)
     return outcomes
 

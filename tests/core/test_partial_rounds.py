@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
+from histories import History, config
 from mapped_cells import ASSIGNMENT, open_exchange, open_shard
 from scenarios import Slope, scenario_config
 
@@ -14,6 +15,7 @@ from raydl.collective.sync_strategy import share_of_round
 from raydl.config import ExchangeConfig, OptimizerConfig
 from raydl.core.exchange import Header
 from raydl.core.optimizers import make_optimizer
+from raydl.core.reports import Outcome
 from raydl.core.rules import DelayedOuter, Elastic, MeanGradient, Outer, Tally
 
 NESTEROV = Outer(0.7, momentum=0.9, nesterov=True)
@@ -208,6 +210,17 @@ def test_rounds_with_steps_by_speed_are_whole(shares, monkeypatch):
     assert [worker.local_step for worker in ensemble.workers] == [27, 4 * 2 + 2]
     assert shares[:-2] == [1.0] * 8
     assert shares[-2:] == [5 / 8] * 2  # 3 of 6 steps, and 2 of 2
+
+
+def test_the_steps_of_a_failed_exchange_count_in_the_round_that_sends_them(shares):
+    """The last round has 2 of 4 steps, and the 4 that were not exchanged when w2 was lost."""
+    history = History(
+        config("diloco", period=4, epochs=None, samples=48), images=tiny_images(600), task=Slope()
+    )
+    history.train("w0", "w1", "w2", rounds=1)
+    assert history.train("w0", "w1", "w2", lost={"w2": (0, 3)}).outcomes["w0"] is Outcome.BROKEN
+    history.end("w0", "w1")
+    assert shares == [1.0] * (3 + 2)
 
 
 def test_a_run_that_is_extended_goes_on_after_its_partial_round():
