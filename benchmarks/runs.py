@@ -30,7 +30,6 @@ BOUND_S = 300.0
 """Time-out of a run in seconds, including its start and end."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),  # Ray's workers inherit it: they run this checkout
     "PYTHONUNBUFFERED": "1",  # the log of a killed program is complete
     "RAY_ADDRESS": "",
     "RAY_AUTH_MODE": "disabled",
@@ -61,6 +60,8 @@ class Workplace:
     """Starts programs that write into a folder."""
 
     folder: Path
+    root: Path = ROOT
+    """The folder whose raydl the programs import, Ray's workers included."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def arrays(self, data: str, *, num_test: int | None = None) -> str:
@@ -142,7 +143,8 @@ class Workplace:
     def _run(self, *programs: Sequence[str]) -> None:
         """Run programs side by side and wait for their ends."""
         folders = {"RAY_TMPDIR": str(self.folder), "TMPDIR": str(self.folder)}
-        environment = {**os.environ, **_ENVIRONMENT, **folders}
+        # Ray's workers inherit PYTHONPATH. A program of ``python -m`` also imports from its cwd.
+        environment = {**os.environ, **_ENVIRONMENT, **folders, "PYTHONPATH": str(self.root)}
         logs = [self._new("log") for _ in programs]
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -150,7 +152,7 @@ class Workplace:
                 with path.open("w") as log:
                     started.append(
                         subprocess.Popen(
-                            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+                            command, cwd=self.root, env=environment, stdin=subprocess.DEVNULL,
                             stdout=log, stderr=log, start_new_session=True,
                         )
                     )  # fmt: skip

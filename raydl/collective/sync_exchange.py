@@ -24,7 +24,7 @@ a group of workers is one replica in several processes. Only groups exchange wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -133,8 +133,17 @@ def gather_bytes(
     return [row[: int(size)].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
+def _whole() -> float:
+    return 1.0
+
+
 def _sums_over_replicas(
-    group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
+    group: Group,
+    group_size: int,
+    weights: Tensor,
+    buffers: Tensor,
+    header: Tensor,
+    share_of_round: float,
 ) -> tuple[Tally, Header]:
     """Turn sums over workers into sums over replicas, in place; return tally and header sums.
 
@@ -145,7 +154,7 @@ def _sums_over_replicas(
         weights.div_(group_size)
         buffers.div_(group_size)
     sums = Header(*header.tolist())
-    return Tally(num_replicas, num_replicas, sums.num_samples), sums
+    return Tally(num_replicas, num_replicas, sums.num_samples, share_of_round), sums
 
 
 class _Feedback:
@@ -203,6 +212,8 @@ class SyncExchange:
         feedback: what messages of an earlier codec have left out; None for a rule that sends
             weights.
         group_size: number of workers that share one replica and send the same weights.
+        share_of_round: returns the share of a whole round that this round has, as all ranks know it
+            (``raydl.core.rules.Tally``).
     """
 
     def __init__(
@@ -216,6 +227,7 @@ class SyncExchange:
         sends: Sends = Sends.WEIGHTS,
         feedback: ErrorFeedback | None = None,
         group_size: int = 1,
+        share_of_round: Callable[[], float] = _whole,
     ) -> None:
         self.center = center
         self.span = span
@@ -224,6 +236,7 @@ class SyncExchange:
         self._group_size = group_size
         self._feedback = None if feedback is None else _Feedback(feedback, sends, group.num_workers)
         self._sums = Header()
+        self._share_of_round = share_of_round
         self._work: list[Work] = []
         self._tally = Tally(0, 0, 0.0)
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
@@ -266,8 +279,9 @@ class SyncExchange:
         for piece in work:
             piece.wait()
         self._tally, self._sums = _sums_over_replicas(
-            self._group, self._group_size, self._weights, self._buffers, self._header
-        )
+            self._group, self._group_size, self._weights, self._buffers, self._header,
+            self._share_of_round(),
+        )  # fmt: skip
         return Arrival(self._tally, self._sums)
 
     def commit(self) -> None:
@@ -337,6 +351,8 @@ class GatheredExchange:
         sends: what the rule sends.
         feedback: this worker's codec, with its residual so far.
         group_size: number of workers that share one replica and send the same weights.
+        share_of_round: returns the share of a whole round that this round has, as all ranks know it
+            (``raydl.core.rules.Tally``).
     """
 
     def __init__(
@@ -349,6 +365,7 @@ class GatheredExchange:
         sends: Sends,
         feedback: ErrorFeedback,
         group_size: int = 1,
+        share_of_round: Callable[[], float] = _whole,
     ) -> None:
         self.center = center
         self.span = span
@@ -358,6 +375,8 @@ class GatheredExchange:
         self._group_size = group_size
         self._feedback = _Feedback(feedback, sends, group.num_workers)
         self._codec = feedback.codec
+        self._share_of_round = share_of_round
+        self._feedback = feedback
         self._work: Work | None = None
         self._tally, self._sums = Tally(0, 0, 0.0), Header()
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
@@ -413,8 +432,9 @@ class GatheredExchange:
             self._total.add_(self._decoded, alpha=weight)
             self._rest.add_(self._all_rest[rank])
         self._tally, self._sums = _sums_over_replicas(
-            self._group, self._group_size, self._total, self._buffers, self._header
-        )
+            self._group, self._group_size, self._total, self._buffers, self._header,
+            self._share_of_round(),
+        )  # fmt: skip
         if self._sends is not Sends.WEIGHTS:
             return Arrival(self._tally, self._sums)
         self._total.add_(self.center.weights, alpha=self._tally.num_messages)

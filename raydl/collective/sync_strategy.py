@@ -224,6 +224,8 @@ class SyncStrategy:
         """Local steps of the round; with steps by speed, those of the fastest worker."""
         self._steps_of_all = 0
         """Local steps of the round, of all ranks together."""
+        self._share_of_round = 1.0
+        """Share of a whole round that the round has; see ``raydl.core.rules.Tally``."""
         self._samples_before: list[float] = []
         self._tuning, self.choice = self._first_tuning(snapshot.tuning)
         """The exchange tuning, and its choice by this or an earlier generation, or None."""
@@ -328,6 +330,7 @@ class SyncStrategy:
                 sends=context.method.rule.sends,
                 feedback=context.feedback_of(span, compression),
                 group_size=group_size,
+                share_of_round=lambda: self._share_of_round,
             )
         else:
             exchange = SyncExchange(
@@ -339,6 +342,7 @@ class SyncStrategy:
                 sends=context.method.rule.sends,
                 feedback=context.feedback_of(span, compression) if leaves_out else None,
                 group_size=group_size,
+                share_of_round=lambda: self._share_of_round,
             )
         device = context.flat.weights.device
         if settings.resident and context.center_device() == device:
@@ -431,7 +435,10 @@ class SyncStrategy:
 
     def _claim(self) -> Round:
         """Claim the samples of a whole period, from as many epochs as needed."""
-        left_steps = self._steps_of_round()
+        whole_round = self._steps_of_whole_round()
+        left = self._stop_condition.steps_left(self._num_steps)
+        left_steps = [count if left is None else min(left, count) for count in whole_round]
+        trained = self._steps_kept()
         claims: list[Claim] = []
         by_all: list[tuple[int, int]] = []
         self._steps_of_all = 0
@@ -447,21 +454,28 @@ class SyncStrategy:
             if claim.num_steps:
                 claims.append(claim)
             by_all.append((sum(share.counts), max(share.num_steps)))
+            for rank, count in enumerate(share.counts):  # a step without samples trains nothing
+                trained[rank] += min(count, share.num_steps[rank])
             left_steps = [a - b for a, b in zip(left_steps, share.num_steps, strict=True)]
             self._steps_of_all += sum(share.num_steps)
         self._samples_before = samples_before(by_all)
         self._round_steps = len(self._samples_before)
+        size = self._config.method.group_size
+        self._share_of_round = share_of_round(trained, whole_round, group_size=size)
         ahead = self._ledger.reserved_by(self._context.worker_id)
         return Round(claims, self._tuning.delay, ahead)
 
-    def _steps_of_round(self) -> list[int]:
-        """Return the most local steps of each rank in the next round."""
+    def _steps_of_whole_round(self) -> list[int]:
+        """Return the local steps of each rank in a whole round."""
         if self._steps_by_speed is not None:
-            steps = list(self._steps_by_speed.steps)
-        else:
-            steps = [self._tuning.period] * self._context.membership.num_workers
-        left = self._stop_condition.steps_left(self._num_steps)
-        return steps if left is None else [min(left, count) for count in steps]
+            return list(self._steps_by_speed.steps)
+        return [self._tuning.period] * self._context.membership.num_workers
+
+    def _steps_kept(self) -> list[int]:
+        """Return the local steps of each rank whose exchange failed, which the next one sends."""
+        batch_size = self._config.training.batch_size
+        members = self._context.membership.worker_ids
+        return [-(-self._ledger.num_claimed_by(worker) // batch_size) for worker in members]
 
     def _claim_in_epoch(self, num_free: int, max_steps: Sequence[int]) -> tuple[Claim, RoundShare]:
         """Claim for all ranks; return this rank's claim, and the share of each rank."""
@@ -665,6 +679,21 @@ class SyncStrategy:
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._group.report()
+
+
+def share_of_round(trained: Sequence[int], whole: Sequence[int], *, group_size: int = 1) -> float:
+    """Return the local steps of a round / those of a whole round, at most 1.
+
+    Workers that share a replica take their steps together.
+
+    Args:
+        trained: local steps with samples, by rank.
+        whole: local steps of a whole round, by rank.
+        group_size: number of workers that share one replica.
+    """
+    replicas = range(0, len(whole), group_size)
+    taken = sum(max(trained[rank : rank + group_size]) for rank in replicas)
+    return min(1.0, taken / sum(whole[rank] for rank in replicas))
 
 
 def _pieces(layer_sizes: list[int], span: Span) -> list[int]:

@@ -7,6 +7,7 @@ committed copies for evaluation and checkpoints.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from raydl.core.copy_buffers import map_nested
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
-from raydl.core.rules import Rule, Tally, mix_buffers_
+from raydl.core.rules import Rule, Tally, mix_buffers_, with_equal_arrivals
 from raydl.core.tensor_files import view_of
 from raydl.data.ledger import Ledger
 
@@ -161,41 +162,59 @@ class Mirror:
 def joined_states(states: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
     """Return the optimizer state of the whole center from the states of its spans, in order.
 
-    Tensors of the shape of their span are concatenated. Other values (a step count) come from the
-    first span that has been exchanged.
+    The states are listed, not merged: spans are exchanged one by one, so a value of a span, such as
+    its number of steps, holds for that span only. A center of one span has that span's state.
     """
     if len(states) == 1 or not states[0]:
         return states[0]
-    merged = {}
-    exchanged = [
-        (state["state"][0], n) for state, n in zip(states, sizes, strict=True) if state["state"]
-    ]
-    first, size = exchanged[0] if exchanged else ({}, 0)
-    for key, value in first.items():
-        if isinstance(value, Tensor) and value.shape == (size,):
-            # A span that has not been exchanged yet has no state, which equals zeros.
-            parts = [
-                state["state"].get(0, {}).get(key, value.new_zeros(size))
-                for state, size in zip(states, sizes, strict=True)
-            ]
-            merged[key] = torch.cat(parts)
-        else:
-            merged[key] = value
-    return {**states[0], "state": {0: merged} if merged else {}}
+    return {"spans": [[size, state] for size, state in zip(sizes, states, strict=True)]}
 
 
 def split_states(state: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
-    """Return the optimizer state of each span of a center from the state of the whole."""
-    if len(sizes) == 1 or not state:
+    """Return the optimizer state of each span of a center from the state of the whole.
+
+    The whole may have been joined from other spans, or be of one span, as in all checkpoints of
+    earlier versions. Vectors then move with their elements. Of all other values a new span has
+    those of the old span with which it shares the most elements. Old spans that have not been
+    exchanged have no state, which equals zeros; a new span of such elements only has none either.
+    """
+    if not state:
         return [state] * len(sizes)
-    whole = state["state"].get(0, {})
-    split: list[dict[str, Any]] = [{} for _ in sizes]
-    for key, value in whole.items():
-        is_flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
-        parts = torch.split(value, sizes) if is_flat else [value] * len(sizes)
-        for span_state, part in zip(split, parts, strict=True):
-            span_state[key] = part
-    return [{**state, "state": {0: span_state} if span_state else {}} for span_state in split]
+    spans = state.get("spans", [[sum(sizes), state]])
+    if [size for size, _ in spans] == sizes:
+        return [of_span for _, of_span in spans]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    return [
+        _state_at(start, start + size, spans) for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _state_at(start: int, stop: int, spans: list[Any]) -> dict[str, Any]:
+    """Return the state of one span of the center, from the (size, state) of all old spans."""
+    parts, before = [], 0
+    for size, state in spans:
+        shared = slice(max(start - before, 0), min(stop - before, size))
+        if shared.start < shared.stop:
+            parts.append((size, shared, state))
+        before += size
+    values = with_equal_arrivals([state["state"].get(0, {}) for *_, state in parts])
+    lengths = [shared.stop - shared.start for _, shared, _ in parts]
+    of_most = max(range(len(parts)), key=lambda i: (bool(values[i]), lengths[i]))
+    merged = {}
+    for key, value in values[of_most].items():
+        if not _is_vector(value, parts[of_most][0]):
+            merged[key] = value
+            continue
+        merged[key] = torch.cat([
+            own[key][shared] if _is_vector(own.get(key), size) else value.new_zeros(length)
+            for own, (size, shared, _), length in zip(values, parts, lengths, strict=True)
+        ])  # fmt: skip
+    return {**parts[of_most][2], "state": {0: merged} if merged else {}}
+
+
+def _is_vector(value: Any, size: int) -> bool:
+    """Whether a value has an element for each parameter of a span."""
+    return isinstance(value, Tensor) and value.shape == (size,)
 
 
 def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:

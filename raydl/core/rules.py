@@ -165,6 +165,9 @@ class Tally:
     """Messages in the sum: p if all workers exchange at once, else 1."""
     num_samples: float
     """Samples behind these messages, since the previous exchange."""
+    share_of_round: float = 1.0
+    """Local steps of this round / those of a whole round, in [0, 1]: below 1 where samples run out,
+    as in the last round of a run. Progress is in proportion to it; momentum would not be."""
 
 
 class Rule:
@@ -318,6 +321,9 @@ class Outer(Rule):
     If workers exchange one by one, rate 1 with one local step is SGD at the master, D = eta*g
     (SC17; with more local steps Downpour), and with momentum MSGD at the master.
 
+    In a round of which only the share s was trained, s*m takes part in the step and (1 - s)*m does
+    not change. So a round in several parts moves the center about as far as a whole one.
+
     Args:
         lr: outer learning rate.
         momentum: outer momentum.
@@ -346,14 +352,24 @@ class Outer(Rule):
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
-        """Step the outer optimizer along total / n."""
-        step_along_(center, total.div_(tally.num_messages), optimizer)
+        """Step the outer optimizer along total / n, with the share of its momentum."""
+        assert optimizer is not None
+        direction, share = total.div_(tally.num_messages), tally.share_of_round
+        momentum = optimizer.state[center].get("momentum_buffer") if share < 1 else None
+        if momentum is None:
+            step_along_(center, direction, optimizer)
+            return
+        at_rest = momentum * (1 - share)
+        momentum.mul_(share)
+        step_along_(center, direction, optimizer)
+        momentum.add_(at_rest)
 
 
 class DelayedOuter(Outer):
     """Outer Nesterov optimizer for progress that arrives one by one: ``DelayedNesterov``.
 
-    The momentum is updated after every p-th message.
+    The momentum is updated after every p-th message. A message of a part of a round counts as that
+    part of a message.
     """
 
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
@@ -366,8 +382,12 @@ class DelayedOuter(Outer):
         """Step along D; every p-th message updates the momentum."""
         assert optimizer is not None
         for group in optimizer.param_groups:
-            group["every"] = tally.num_workers
-        super().update_center_(center, total, tally, optimizer)
+            group["every"], group["share"] = tally.num_workers, tally.share_of_round
+        step_along_(center, total.div_(tally.num_messages), optimizer)
+
+
+_ROUNDING = 1e-6
+"""Ten tenths of a message are less than one, by rounding."""
 
 
 class DelayedNesterov(Optimizer):
@@ -375,7 +395,8 @@ class DelayedNesterov(Optimizer):
 
     s <- s + D ; every N-th step: m <- mu*m + s/n ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
     else: c <- c - lr*D/N. Momentum at every step would count stale progress N times. n is the
-    number of steps in s: N, or more at the first update after N has decreased.
+    number of steps in s: N, or more at the first update after N has decreased. A step along the
+    progress of a part of a round counts as that part of a step, ``share`` of its group.
 
     Args:
         tensors: one flat tensor.
@@ -384,7 +405,7 @@ class DelayedNesterov(Optimizer):
     """
 
     def __init__(self, tensors: list[Tensor], *, lr: float, momentum: float) -> None:
-        super().__init__(tensors, {"lr": lr, "momentum": momentum, "every": 1})
+        super().__init__(tensors, {"lr": lr, "momentum": momentum, "every": 1, "share": 1.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -400,15 +421,33 @@ class DelayedNesterov(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(tensor)
         progress, every = tensor.grad, group["every"]
         assert progress is not None
-        state["arrivals"] += 1
+        state["arrivals"] += group["share"]
         state["sum"].add_(progress)
         tensor.sub_(progress, alpha=group["lr"] / every)
-        if state["arrivals"] >= every:
+        if state["arrivals"] > every - _ROUNDING:
             momentum = state["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / state["arrivals"])
             tensor.sub_(momentum, alpha=group["lr"] * group["momentum"])
             state["sum"].zero_()
             state["arrivals"] = 0
+
+
+def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return states of ``DelayedNesterov`` at parts of one span as if equally many steps were in s.
+
+    The span has one count, that of the part with the fewest. The sums of the others are scaled to
+    it, so that every average s/n stays as it was; where a part has no steps, the momentum goes
+    without what the others have in s. States of other optimizers do not change.
+    """
+    if not any("arrivals" in state for state in states):
+        return states
+    least = min(state.get("arrivals", 0) for state in states)
+    return [
+        {**state, "arrivals": least, "sum": state["sum"] * (least / (state["arrivals"] or 1))}
+        if state
+        else state
+        for state in states
+    ]
 
 
 def step_along_(center: Tensor, direction: Tensor, optimizer: Optimizer | None) -> None:

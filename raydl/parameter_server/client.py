@@ -103,7 +103,7 @@ class MessageExchange:
         if session.takes_turn:
             session.takes_turn = False
             self._client.take_turn(session.next_message_id())
-        self._tally = Tally(session.num_workers, 1, header.num_samples)
+        self._tally = session.tally(header)
         self._distrust = distrust
         for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
@@ -233,6 +233,12 @@ class ClientSession:
         """Exchanges that the center has completed, by the newest assignment."""
         return self.assignment.version if self.assignment else 0
 
+    def tally(self, header: Header) -> Tally:
+        """Return the numbers of a message with a header, in the assigned round."""
+        assert self.assignment is not None
+        share = self.assignment.share_of_round
+        return Tally(self.num_workers, 1, header.num_samples, share)
+
     def next_message_id(self) -> MessageId:
         """Return the id of the next message."""
         return MessageId(self._worker_id, self.generation, next(self._numbers))
@@ -262,16 +268,18 @@ class ClientSession:
             completion = Completion(
                 header, self.local_step, self.num_trained, self.lr, num_bytes, changes
             )
+        tally = self.tally(header)
         return Request(
             message_id=self.next_message_id(),
             span=span,
             weights=weights,
             buffers=NOTHING if buffers is None else buffers.detach().cpu().numpy(),
-            num_workers=self.num_workers,
-            num_samples=header.num_samples,
+            num_workers=tally.num_workers,
+            num_samples=tally.num_samples,
             lr=self.lr,
             completion=completion,
             distrust=distrust,
+            share_of_round=tally.share_of_round,
         )
 
     def raise_if(self, refusal: str) -> None:

@@ -398,7 +398,8 @@ class Coordinator:
 
     def _assignment(self, worker_id: str, *, keep: int | None) -> Assignment:
         member = self._members[worker_id]
-        outcome, claims = self._next(worker_id)
+        whole_round = self._steps_of_whole_round(member)
+        outcome, claims = self._next(worker_id, whole_round)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
             if outcome is not Outcome.LEFT:  # a single worker may leave
@@ -425,6 +426,7 @@ class Coordinator:
             ledger=ledger,
             keep=keep,
             num_cuts=self.num_cuts,
+            share_of_round=sum(claim.num_steps for claim in claims) / whole_round,
         )
 
     def leave_generation(self, message_id: MessageId) -> None:
@@ -457,13 +459,19 @@ class Coordinator:
         if self._members.is_closed:
             self._snapshots.add(self.version, is_kept=self._is_end)
 
-    def _next(self, worker_id: str) -> tuple[Outcome, list[Claim]]:
-        """Return a worker's next work: the outcome of its round, and its claims."""
+    def _next(self, worker_id: str, max_steps: int) -> tuple[Outcome, list[Claim]]:
+        """Return a worker's next work: the outcome of its round, and its claims.
+
+        Args:
+            worker_id: of the worker.
+            max_steps: most local steps of the work.
+        """
         member = self._members[worker_id]
         is_over = self._stop_condition.is_reached(
             num_samples=0, num_steps=member.local_step, seconds=self.seconds
         )
-        num_steps = 0 if is_over else self._max_steps(member)
+        left = self._stop_condition.steps_left(member.local_step)
+        num_steps = 0 if is_over else max_steps if left is None else min(max_steps, left)
         if self._max_samples(num_steps) == 0:
             return Outcome.FINISHED, []
         if self._votes.get("stop"):
@@ -493,14 +501,13 @@ class Coordinator:
         )
         return count if left is None else min(count, left)
 
-    def _max_steps(self, member: Member) -> int:
-        """Return the local steps of a full round: the period, or fewer for a slow worker."""
+    def _steps_of_whole_round(self, member: Member) -> int:
+        """Return the local steps of a whole round: the period, or fewer for a slow worker."""
         steps = self._method.period
         if self._method.steps_by_speed and member.step_s > 0:
             least = self._members.least_step_s
             steps = steps_at_speed(steps, step_s=member.step_s, least_step_s=least)
-        left = self._stop_condition.steps_left(member.local_step)
-        return steps if left is None else min(steps, left)
+        return steps
 
     def _record(self, completion: Completion, *, at_once: bool) -> None:
         self._aggregator.record(

@@ -98,6 +98,8 @@ class Assignment:
     """The number under which to keep the state after this exchange, or None."""
     num_cuts: int = 0
     """How often the learning rate was cut, for the schedule ``plateau``."""
+    share_of_round: float = 1.0
+    """Local steps of the claims / those of a whole round of this worker; below 1 in its last."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Request:
     completion: Completion | None = None
     distrust: float = 0.0
     """How little the weights count, 0..1: see ``raydl.core.exchange.toward_center``."""
+    share_of_round: float = 1.0
+    """See ``raydl.core.rules.Tally``."""
 
 
 @dataclass(frozen=True)

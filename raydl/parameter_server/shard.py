@@ -425,7 +425,12 @@ def _catch_up(mirror: Tensor, center: Tensor, codec: Codec) -> np.ndarray:
 
 
 def _tally(request: Request) -> Tally:
-    return Tally(request.num_workers, num_messages=1, num_samples=request.num_samples)
+    return Tally(
+        request.num_workers,
+        num_messages=1,
+        num_samples=request.num_samples,
+        share_of_round=request.share_of_round,
+    )
 
 
 def _copied(values: Tensor) -> np.ndarray:

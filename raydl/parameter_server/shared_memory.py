@@ -274,7 +274,7 @@ class MappedExchange:
         assert self._pending is None, "an exchange is in progress"
         assert not distrust, "can_be_shared excludes dynamic weights"
         session = self._session
-        self._tally = Tally(session.num_workers, 1, header.num_samples)
+        self._tally = session.tally(header)
         with self._cell.held(session.version, session.generation):
             entered = self._cell.entered(self._slot)
             session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))

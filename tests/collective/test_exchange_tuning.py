@@ -22,6 +22,7 @@ from raydl.core.autotune import (
     share_of_bytes,
     waiting,
 )
+from raydl.core.center import split_states
 from raydl.core.methods import filled_in, resolve
 from raydl.core.reports import Outcome
 from raydl.errors import ConfigError, ExchangeError
@@ -307,8 +308,9 @@ def test_a_run_continues_in_the_chosen_fragments(monkeypatch, method):
 
 def flat_states(center):
     """Return the vectors in the state of a center's optimizer."""
-    of_first = center.optimizer.get("state", {}).get(0, {}) if center.optimizer else {}
-    return [value for value in of_first.values() if getattr(value, "ndim", 0)]
+    [whole] = split_states(center.optimizer, [center.weights.size])
+    of_whole = whole.get("state", {}).get(0, {})
+    return [value for value in of_whole.values() if getattr(value, "ndim", 0)]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

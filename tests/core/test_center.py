@@ -5,11 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from coordinators import request
 from ensembles import Ensemble
 from histories import assert_same, config
+from scenarios import scenario_config
 from snapshots import center_snapshot as snapshot
 from snapshots import with_progress
 
+from raydl.config import ExchangeConfig
 from raydl.core.center import (
     SnapshotCache,
     as_arrays,
@@ -20,7 +23,9 @@ from raydl.core.center import (
     split_states,
 )
 from raydl.core.flat import FlatModel
+from raydl.core.membership import Membership
 from raydl.core.progress import Progress
+from raydl.core.saved_state import pack, unpack
 from raydl.parameter_server.server import CenterServer, make_shard
 
 
@@ -51,7 +56,8 @@ def test_a_center_rebuilt_from_a_workers_copy_has_the_optimizer_of_the_lost_cent
     ensemble = Ensemble(config(method, exchange={"center_shards": shards}), num_workers=2).join()
     ensemble.run(3)
     before = ensemble.service.optimizer_state([s.optimizer_states() for s in ensemble.others])
-    assert before["state"][0]["momentum_buffer"].abs().sum() > 0
+    [whole] = split_states(before, [ensemble.flat.weights.numel()])
+    assert whole["state"][0]["momentum_buffer"].abs().sum() > 0
     copy = ensemble.workers[0].center()
     assert copy.optimizer == {}, "a worker knows only the weights of the center"
     snapshot = dataclasses.replace(copy, optimizer=before)
@@ -91,7 +97,7 @@ def test_an_optimizer_state_is_split_by_spans_and_joined_again():
     }
     parts = split_states(state, [2, 3])
     assert [p["state"][0]["momentum_buffer"].tolist() for p in parts] == [[0, 1], [2, 3, 4]]
-    joined = joined_states(parts, [2, 3])
+    [joined] = split_states(joined_states(parts, [2, 3]), [5])
     assert joined["param_groups"] == state["param_groups"]
     assert torch.equal(joined["state"][0]["momentum_buffer"], torch.arange(5.0))
     assert joined["state"][0]["step"] == 3
@@ -101,7 +107,125 @@ def test_an_empty_optimizer_state_is_split_and_joined_unchanged():
     state = {"state": {}, "param_groups": [{"lr": 0.1}]}
     parts = split_states(state, [2, 3])
     assert parts == [state, state]
-    assert joined_states(parts, [2, 3]) == state
+    assert split_states(joined_states(parts, [2, 3]), [5]) == [state]
+    assert joined_states([{}, {}], [2, 3]) == {}
+
+
+def delayed(arrivals, *, sums, momentum):
+    """Return the state of a span under ``async-diloco``, with these vectors."""
+    values = {
+        "arrivals": arrivals,
+        "sum": torch.tensor(sums),
+        "momentum_buffer": torch.tensor(momentum),
+    }
+    return {"state": {0: values}, "param_groups": [{"lr": 0.7}]}
+
+
+NOT_EXCHANGED = {"state": {}, "param_groups": [{"lr": 0.7}]}
+
+
+def values_of(states):
+    """Return arrivals, sum and momentum of each span, or None for one without a state."""
+    return [
+        (state["state"][0]["arrivals"], *(v.tolist() for v in list(state["state"][0].values())[1:]))
+        if state["state"]
+        else None
+        for state in states
+    ]
+
+
+def test_every_span_keeps_its_own_count():
+    spans = [
+        delayed(0, sums=[0.0], momentum=[1.0]),
+        NOT_EXCHANGED,
+        delayed(1, sums=[4.0, 5.0], momentum=[2.0, 3.0]),
+    ]
+    again = split_states(joined_states(spans, [1, 1, 2]), [1, 1, 2])
+    assert values_of(again) == values_of(spans)
+    assert values_of(again)[0][0] == 0
+    assert values_of(again)[2][0] == 1
+
+
+def test_a_new_span_has_the_count_of_the_old_one_with_which_it_shares_most():
+    spans = [
+        {"state": {0: {"step": torch.tensor(float(n)), "exp_avg": torch.full((2,), float(n))}}}
+        for n in (1, 2, 3)
+    ]
+    states = split_states(joined_states(spans, [2, 2, 2]), [1, 4, 1])
+    assert [s["state"][0]["step"].item() for s in states] == [1.0, 2.0, 3.0]
+    assert [s["state"][0]["exp_avg"].tolist() for s in states] == [[1.0], [1, 2, 2, 3], [3.0]]
+
+
+def test_a_new_span_without_an_exchanged_element_has_no_state():
+    spans = [NOT_EXCHANGED, delayed(1, sums=[4.0], momentum=[2.0])]
+    joined = joined_states(spans, [4, 1])
+    assert values_of(split_states(joined, [3, 2])) == [None, (0, [0.0, 0.0], [0.0, 2.0])]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "sums"),
+    [(2, [6.0, 6.0, 8.0, 8.0]), (4, [12.0, 12.0, 16.0, 16.0])],
+)
+def test_other_spans_never_make_an_average_wrong(arrivals, sums):
+    """The averages are 3 and 4: 6/2 and 16/4, or 12/4 and 16/4."""
+    spans = [delayed(arrivals, sums=sums[:2], momentum=[1.0, 1.0])]
+    spans.append(delayed(4, sums=[16.0, 16.0], momentum=[2.0, 2.0]))
+    [whole] = split_states(joined_states(spans, [2, 2]), [4])
+    assert values_of([whole]) == [(arrivals, sums, [1.0, 1.0, 2.0, 2.0])]
+
+
+def test_a_state_of_an_earlier_version_has_one_value_for_all_spans():
+    old = delayed(1, sums=[1.0, 2.0, 3.0], momentum=[4.0, 5.0, 6.0])
+    assert values_of(split_states(old, [1, 2])) == [(1, [1.0], [4.0]), (1, [2.0, 3.0], [5.0, 6.0])]
+
+
+def test_a_checkpoint_and_a_backup_keep_the_values_of_each_span():
+    spans = [delayed(0, sums=[0.0], momentum=[1.0]), NOT_EXCHANGED]
+    joined = joined_states([*spans, delayed(1, sums=[4.0], momentum=[2.0])], [1, 1, 1])
+    stored = b"".join(bytes(piece) for piece in pack(joined).pieces())
+    for back in (unpack(bytearray(stored)), as_tensors(as_arrays(joined))):
+        assert values_of(split_states(back, [1, 1, 1])) == [
+            (0, [0.0], [1.0]),
+            None,
+            (1, [4.0], [2.0]),
+        ]
+
+
+@pytest.mark.parametrize("spans", [{"fragments": 2}, {"center_shards": 2}])
+def test_a_center_in_spans_goes_on_from_its_snapshot_as_if_nothing_had_happened(spans):
+    """One span has received a message more than the other when the snapshot is made."""
+    settings = ExchangeConfig(timeout_s=20.0, **spans)
+    run = Ensemble(scenario_config("async-diloco", steps=40, exchange=settings), num_workers=2)
+    before = CenterOfTwo(run.job, run.first)
+    before.receive(1, num_spans=1)
+    after = CenterOfTwo(run.job, before.snapshot())
+    for center in (before, after):
+        center.receive(2, num_spans=2)
+    assert np.array_equal(before.snapshot().weights, after.snapshot().weights)
+
+
+class CenterOfTwo:
+    """The shards of a center that two workers exchange with, without the workers."""
+
+    def __init__(self, job, snapshot):
+        self._home = CenterServer(job, snapshot)
+        num_shards = job.config.exchange.center_shards
+        self._others = [make_shard(job, snapshot, i, None) for i in range(1, num_shards)]
+        membership = Membership(1, ("w0", "w1"))
+        self._home.begin_generation(membership)
+        for shard in self._others:
+            shard.begin_generation(membership)
+
+    def receive(self, number, *, num_spans):
+        """Apply messages of ones to the first spans."""
+        shards = [self._home.home, *self._others]
+        spans = sorted((span, index) for index, s in enumerate(shards) for span in s.state().spans)
+        for span, index in spans[:num_spans]:
+            ones = [1.0] * (span[1] - span[0])
+            shards[index].exchange(request("w0", number, ones, generation=1, span=span))
+
+    def snapshot(self):
+        return self._home.snapshot(lambda: [shard.state() for shard in self._others])
 
 
 def test_each_group_gets_its_share_of_the_learning_rate():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from scenarios import loss_of, scenario_config
+from scenarios import Slope, loss_of, scenario_config
 
 from raydl.config import (
     ExchangeConfig,
@@ -24,18 +24,6 @@ from raydl.errors import ConfigError
 from raydl.run.trainer import Trainer
 
 # by hand, p = 2, constant gradients
-
-
-class Slope:
-    """One weight with the constant gradient 1."""
-
-    name = "slope"
-
-    def build_model(self, shape):
-        return torch.nn.Linear(1, 1, bias=False)
-
-    def loss(self, model, batch):
-        return model.weight.sum() * 1.0
 
 
 def by_hand(method, starts, *, center, steps, period=1, lr=1.0, exchange=None, **method_settings):

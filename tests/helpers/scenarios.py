@@ -1,4 +1,4 @@
-"""Settings for a method on a tiny model, and the loss of its center."""
+"""Settings for a method on a tiny model, a task worked by hand, and the loss of a center."""
 
 import numpy as np
 import torch
@@ -14,6 +14,18 @@ from raydl.config import (
 
 ALL = 2**40
 """Completed positions of a worker: all that it has claimed."""
+
+
+class Slope:
+    """One weight with the constant gradient 1."""
+
+    name = "slope"
+
+    def build_model(self, shape):
+        return torch.nn.Linear(1, 1, bias=False)
+
+    def loss(self, model, batch):
+        return model.weight.sum() * 1.0
 
 
 def scenario_config(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):

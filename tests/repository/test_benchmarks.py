@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import page, watching
+from benchmarks import bits, only_from_here, page, watching
 from benchmarks.allreduces import MOST_SUMS, Measured, Plan, compare
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.limits import LIMITS, limit_of
@@ -562,6 +562,104 @@ def test_plain_pytorch_trains_on_the_arrays_of_a_data_set():
     assert run.points[0][1] == 0
     assert run.points[-1][1] == 640
     assert np.all(np.diff([at for at, _ in run.points]) >= 0)
+
+
+def test_a_comparison_says_of_each_run_at_once_whether_two_versions_agree(capsys):
+    chosen = [bits.Case("one", ()), bits.Case("two", ()), bits.Case("three", ())]
+    outcomes = bits.compare(
+        chosen,
+        before=lambda case: "640 samples",
+        now=lambda case: f"64{len(case.name) - 3} samples",
+    )
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["same", "one"],
+        ["same", "two"],
+        ["DIFFERS", "three"],
+    ]
+    assert outcomes["three"] == ("640 samples", "642 samples")
+
+
+def test_a_comparison_tells_intended_changes_from_others():
+    outcomes = {"same": ("a" * 64,) * 2, "moved": ("a" * 64, "b" * 64), "still": ("c" * 64,) * 2}
+    text = bits.report(outcomes, names=("commit 1", "now"), intended=["moved", "still"])
+    assert (
+        text
+        == """2 of 3 runs are the same
+
+| run | commit 1 | now | intended |
+|---|---|---|---|
+| moved | aaaaaaaaaaaa | bbbbbbbbbbbb | yes |
+
+meant to differ, and the same: still"""
+    )
+    assert not bits.has_unintended(outcomes, ["moved"])
+    assert bits.has_unintended(outcomes, ["still"])
+    assert "| moved | aaaaaaaaaaaa | bbbbbbbbbbbb | no |" in bits.report(outcomes, names=("1", "2"))
+
+
+def test_a_run_that_cannot_be_made_never_counts_as_the_same():
+    outcomes = {"new option": (bits.FAILED, "a" * 64), "broken": (bits.FAILED, bits.FAILED)}
+    assert "0 of 2 runs are the same" in bits.report(outcomes, names=("1", "2"))
+    assert bits.has_unintended(outcomes, list(outcomes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--against", "HEAD", "--only", "diloko"], "there is no run 'diloko'"),
+        (["--against", "HEAD", "--intended", "diloko"], "there is no run 'diloko'"),
+        ([], "one of the arguments --against --list is required"),
+    ],
+)
+def test_a_comparison_refuses_unknown_runs_before_it_makes_any(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bits.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_comparison_refuses_what_is_no_commit():
+    with pytest.raises(SystemExit, match=r"must name a commit .* got --output=x"):
+        bits.resolved("--output=x")
+
+
+def test_a_comparison_lists_its_runs(capsys):
+    assert bits.main(["--list"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert {"diloco", "killed by messages", "center in shards"} <= set(names)
+    assert len(names) == len(set(names)) == len(list(bits.cases()))
+
+
+@pytest.mark.processes
+def test_the_programs_of_a_version_import_no_other_raydl(tmp_path, root):
+    def imported_in(folder):
+        return subprocess.run(
+            [sys.executable, "-c", "import raydl; print(raydl.__file__)"], cwd=tmp_path, text=True,
+            capture_output=True, env={"PYTHONPATH": f"{folder}:{root}"}, check=False,
+        )  # fmt: skip
+
+    with workplace() as place:
+        now = bits.place_now(place)
+        assert imported_in(now.root).stdout == f"{now.root}/raydl/__init__.py\n"
+        assert len((now.root / only_from_here.NOTES).read_text().split()) == 1
+        (now.root / "raydl").rename(now.root / "elsewhere")
+        done = imported_in(now.root)  # raydl of the other folder of the path would be found
+    assert done.returncode == 1
+    assert f"would import raydl from {root}/raydl/__init__.py" in done.stderr
+    assert not now.root.exists()
+
+
+@pytest.mark.processes
+def test_the_version_before_is_that_of_its_commit(root):
+    git = ["git", "-C", str(root)]
+    found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("no checkout")
+    with workplace() as place:
+        before = bits.place_before(place, bits.resolved("HEAD"))
+        shown = subprocess.run(
+            [*git, "show", "HEAD:raydl/core/rules.py"], capture_output=True, check=True
+        )
+        assert (before.root / "raydl/core/rules.py").read_bytes() == shown.stdout
 
 
 def until_all_are_in_groups(*pids):
