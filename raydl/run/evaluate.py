@@ -58,8 +58,8 @@ def score_run(
     task = task_on(None, dataset.train.shape, config)
     torch.set_num_threads(1)
     statistics = folder.normalization()
-    prepare = Normalizer.from_statistics(statistics) if statistics else None
-    prepare = prepare or preparation_for(dataset, config)
+    normalizer = Normalizer.from_statistics(statistics) if statistics else None
+    prepare = normalizer or preparation_for(dataset, config)
     shape, _ = shape_for(task, Batches(dataset.train, prepare))
     model = build_model(task, shape, seed=config.training.seed)
     try:
