@@ -41,6 +41,8 @@ from raydl.tasks import (
     sum_and_count,
 )
 
+_FIRST_SAMPLES = 256
+"""Samples to try if the first ones have no labels."""
 _Metrics = dict[str, tuple[float, float | None]]
 """By name, the sum of a metric, and its count if it is no mean over samples."""
 
@@ -55,6 +57,8 @@ class PreflightResult:
     """Frozen parameters that the loss or the metrics change."""
     num_in_evaluation: int
     """Modules with dropout or batch norm that were built in evaluation mode."""
+    num_uncounted: int
+    """Samples at the start of the training set, if none of them counts; else 0."""
 
 
 def try_model(
@@ -98,7 +102,9 @@ def try_model(
                     inputs = batch if isinstance(batch, Mapping) else batch[0]
                     task.check_output(model, inputs, shape)
             _check_loss(task.name, task.loss(model, batch))
-            _check_count(Counter(task, shape.labels), task.name, batch)
+            counter = Counter(task, shape.labels)
+            _check_count(counter, task.name, batch)
+            num_uncounted = _num_uncounted(counter, batches, batch)
             if method.needs_all_gradients:
                 _check_gradients(task, flat, first_samples(batches, config.training.batch_size))
             scores = _try_metrics(task, model, batch)
@@ -116,7 +122,7 @@ def try_model(
     flat.weights.copy_(weights)
     flat.buffers.copy_(buffers)
     flat.non_trainable.load(non_trainable)
-    return PreflightResult(flat, moved, num_in_evaluation)
+    return PreflightResult(flat, moved, num_in_evaluation, num_uncounted)
 
 
 def first_samples(batches: Batches, wanted: int) -> Any:
@@ -188,6 +194,14 @@ def _check_count(counter: Counter, name: str, batch: Batch) -> None:
             f"count {' and '.join(f'{n:g}' for n in of_samples)} count {count:g} together; return "
             f"a sum from count(batch), not a mean",
         )
+
+
+def _num_uncounted(counter: Counter, batches: Batches, first: Batch) -> int:
+    """Return how many samples at the start do not count, if none of them does; else 0."""
+    if counter.of(first):
+        return 0
+    more = batches.batch(np.arange(min(_FIRST_SAMPLES, batches.num_samples)))
+    return 0 if counter.of(more) else num_samples_of(more)
 
 
 def _samples_of(batch: Batch) -> list[Batch]:

@@ -560,6 +560,11 @@ def _notes_on(preflight: PreflightResult, method: Method) -> list[str]:
             f"{'stay' if count > 1 else 'stays'} in it; call train() on the built model to train "
             f"with dropout and batch statistics"
         )
+    if count := preflight.num_uncounted:
+        notes.append(
+            f"none of the first {count} training samples counts, so no step is taken on them: all "
+            f"their labels are -100, or count(batch) of the task is 0; check both"
+        )
     moved = preflight.moved
     if moved and not method.is_sync:  # messages do not carry them
         others = f" and {len(moved) - 1} more" if len(moved) > 1 else ""

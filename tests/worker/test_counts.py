@@ -485,6 +485,14 @@ def test_a_run_with_all_labels_or_with_its_own_count_says_nothing(data, more, tm
     assert not [event for event in events if "do not count" in event]
 
 
+def test_training_samples_that_count_nothing_are_said_at_the_start(tmp_path):
+    data = [{"x": x, "tags": np.full(LENGTH, -100)} for x in X]
+    result, events = run_alone(data, tmp_path, by_tags)
+    said = [event for event in events if "none of the first 24 training samples counts" in event]
+    assert len(said) == 1
+    assert np.isnan(result.metrics["center_loss"])
+
+
 # what is refused
 
 
