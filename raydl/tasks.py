@@ -10,9 +10,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,24 +22,32 @@ from raydl import models
 from raydl.config import TrainConfig
 from raydl.config.custom_code import HUGGING_FACE, hugging_face_folder, instantiate
 from raydl.data.generators import seed_everything
+from raydl.data.loader import Batches
 from raydl.data.samples import Batch, DataShape, num_samples_of
+from raydl.data.target import IGNORED, Key, labels_of, shape_with_labels
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.models import ModelFactory
-from raydl.models.hugging_face import LocalModel
+from raydl.models.hugging_face import LabelRule, LocalModel, label_rule_of
 
 __all__ = [
-    "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "MetricSums", "Predicts",
-    "Task", "build_model", "evaluate", "in_precision", "metric_sums", "metrics_of", "predict",
-    "task_for", "task_on",
+    "Batch", "Classification", "Counter", "DataShape", "Derives", "LanguageModel", "Metric",
+    "MetricSums", "Predicts", "Task", "build_model", "evaluate", "in_precision", "metric_sums",
+    "metrics_of", "predict", "shape_for", "sum_and_count", "task_for", "task_on",
 ]  # fmt: skip
 
 
 _OWN = f"{__name__}:"
 """Begins the names of the tasks of this module in the settings of a run."""
 
+Metric = Tensor | float | tuple[Tensor | float, Tensor | float]
+"""The sum over the samples of a batch; or a pair (sum, count), if the mean is not over samples."""
+
 
 class Task(Protocol):
-    """A task, as the training loop uses it."""
+    """A task, as the training loop uses it.
+
+    A task may have a method ``count(batch)`` as well: see ``Counter``.
+    """
 
     @property
     def name(self) -> str:
@@ -53,9 +62,10 @@ class Task(Protocol):
         """Return the mean loss over the batch, a scalar with a gradient."""
         ...
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
         """Return sums over the samples of the batch, by name, ``loss`` included.
 
+        A pair (sum, count) instead of a sum is for a mean over something else, such as tokens.
         Runs are monitored and compared by ``accuracy``, if it is included.
         """
         ...
@@ -78,7 +88,7 @@ class Derives(Protocol):
         """Return further metrics, by name.
 
         Args:
-            means: mean of each metric over all evaluated samples.
+            means: mean of each metric over all evaluated samples, or over what it counts.
         """
         ...
 
@@ -148,6 +158,10 @@ class Classification:
             model(inputs), labels, label_smoothing=self._label_smoothing
         )
 
+    def count(self, batch: Batch) -> int:
+        """Return the number of samples: each has a label."""
+        return num_samples_of(batch)
+
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the summed cross entropy and the number of correct predictions."""
         inputs, labels = batch
@@ -199,6 +213,10 @@ class LanguageModel:
             next_tokens.flatten(),
             label_smoothing=self._label_smoothing,
         )
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of samples: all have the same number of tokens."""
+        return num_samples_of(batch)
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return sums over samples of the mean cross entropy and the share of correct tokens."""
@@ -352,6 +370,107 @@ def _check_signature(factory: Callable[..., object], name: str) -> None:
         raise ShapeError(name, f"{problem}: {error}") from error
 
 
+class Counter:
+    """Says how much a batch counts: the denominator of its mean loss.
+
+    Parts of a batch, the ranks of a method that sums gradients, and test batches are weighed by it.
+    So the mean over all of them does not depend on how they were cut. It is
+
+    - what ``count(batch)`` of the task returns, if it has such a method: a number, or None;
+    - else, if the labels are signed integers, the number of those that are not -100;
+    - else the number of samples.
+
+    Args:
+        task: the task.
+        labels: ``DataShape.labels`` of the data.
+    """
+
+    def __init__(self, task: Task, labels: Key | None = None) -> None:
+        self._task = task
+        self._labels = labels
+        self.ignores: Key | None = None
+        """Name or place of labels of which some were -100 and did not count; None so far."""
+
+    def of(self, batch: Batch) -> float:
+        """Return how much a batch counts; 0 if nothing is to be learned from it.
+
+        Raises:
+            ShapeError: if the task returned a negative value, or anything but one number.
+        """
+        own = own_count(self._task, batch)
+        if own is not None:
+            return _checked_count(self._task.name, own)
+        named = labels_of(batch, self._labels)
+        if named is None:
+            return float(num_samples_of(batch))
+        key, labels = named
+        count = float((labels != IGNORED).sum())
+        if count < labels.numel():
+            self.ignores = key
+        return count
+
+
+def own_count(task: Task, batch: Batch) -> Any:
+    """Return what a task itself says that a batch counts, or None if it does not say it."""
+    count = getattr(task, "count", None)
+    return count(batch) if callable(count) else None
+
+
+def _checked_count(task: str, value: Any) -> float:
+    count = number(task, "the count of a batch", value, "one number, the denominator of its loss")
+    if not 0.0 <= count < math.inf:
+        raise ShapeError(
+            task,
+            f"the count of a batch must be finite and 0 or more, but it is {count}; return from "
+            f"count(batch) the denominator of the mean loss, such as the number of labelled tokens",
+        )
+    return count
+
+
+def number(task: str, what: str, value: Any, rule: str) -> float:
+    """Return a value as a number; raise a ShapeError if it is none."""
+    if not isinstance(value, (Tensor, int, float, np.number)):
+        raise ShapeError(task, f"{what} must be {rule}, but it is a {type(value).__name__}")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ShapeError(task, f"{what} must be {rule}, but it has shape {list(value.shape)}")
+    return float(value)
+
+
+def shape_for(task: Task, batches: Batches) -> tuple[DataShape, str]:
+    """Return the shape of a training set for a task, and a sentence if its labels are ambiguous.
+
+    See ``raydl.data.target.shape_with_labels``. A task that counts itself needs no labels.
+    """
+    first = batches.batch(np.arange(min(2, batches.num_samples)))
+    if own_count(task, first) is not None:
+        return batches.samples.shape, ""
+    return shape_with_labels(batches, first)
+
+
+def sum_and_count(task: str, name: str, value: Any) -> tuple[float, float | None]:
+    """Return a metric of a batch as numbers: its sum, and its count if that is not the samples.
+
+    Args:
+        task: name of the task, for messages.
+        name: of the metric.
+        value: what the task returned for it.
+
+    Raises:
+        ShapeError: if it is neither a number nor a pair (sum, count).
+    """
+    what = f"the metric {name}"
+    if not isinstance(value, (tuple, list)):
+        return number(task, what, value, "one number, the sum over the samples of a batch"), None
+    rule = "a sum over the samples of a batch, or a pair (sum, count) of two numbers"
+    if len(value) != 2:
+        raise ShapeError(task, f"{what} must be {rule}, but it has {len(value)} values")
+    total, count = (number(task, what, part, rule) for part in value)
+    if not 0.0 <= count < math.inf:
+        problem = f"the count of {what} must be finite and 0 or more, but it is {count}"
+        raise ShapeError(task, problem)
+    return total, count
+
+
 @dataclass(frozen=True)
 class MetricSums:
     """Sums of the metrics of a task over some samples."""
@@ -362,6 +481,8 @@ class MetricSums:
     """Samples that were evaluated."""
     num_skipped: int = 0
     """Samples that could not be read."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """By name, the denominator of each metric whose mean is not over samples."""
 
 
 def evaluate(
@@ -401,7 +522,7 @@ def metric_sums(
     """Return the sum of each metric over some samples; arguments as for ``evaluate``."""
     was_training = model.training
     model.eval()
-    sums: dict[str, float] = {}
+    sums = _Sums(task.name)
     num_evaluated = 0
     with torch.no_grad():
         for start in range(0, num_samples, batch_size):
@@ -409,14 +530,36 @@ def metric_sums(
             if not num_samples_of(batch):  # all of them were skipped
                 continue
             for key, value in task.metrics(model, batch).items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+                sums.add(key, *sum_and_count(task.name, key, value))
             num_evaluated += num_samples_of(batch)
     model.train(was_training)
-    return MetricSums(sums, num_evaluated, num_samples - num_evaluated)
+    return MetricSums(sums.sums, num_evaluated, num_samples - num_evaluated, sums.counts)
+
+
+class _Sums:
+    """Adds up metrics, and the counts of those that are not means over samples."""
+
+    def __init__(self, task: str) -> None:
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+        self._task = task
+
+    def add(self, name: str, total: float, count: float | None) -> None:
+        if name in self.sums and (count is None) == (name in self.counts):
+            raise ShapeError(
+                self._task,
+                f"the metric {name} must be a pair (sum, count) for all batches or for none, but "
+                f"it is one for some",
+            )
+        self.sums[name] = self.sums.get(name, 0.0) + total
+        if count is not None:
+            self.counts[name] = self.counts.get(name, 0.0) + count
 
 
 def metrics_of(task: Task, parts: Sequence[MetricSums]) -> dict[str, float]:
     """Return the mean of each metric over all parts of a set, and the derived metrics.
+
+    The mean of a metric whose counts are all 0, as the loss of a set without labels, is NaN.
 
     Args:
         task: computes the metrics.
@@ -429,13 +572,21 @@ def metrics_of(task: Task, parts: Sequence[MetricSums]) -> dict[str, float]:
     if not num_samples:
         skipped = sum(part.num_skipped for part in parts)
         raise DataError("the test set", f"holds {skipped} samples, none of which can be read")
-    sums: dict[str, float] = {}
+    sums = _Sums(task.name)
     for part in parts:
         for key, value in part.sums.items():
-            sums[key] = sums.get(key, 0.0) + value
-    means = {key: value / num_samples for key, value in sums.items()}
+            sums.add(key, value, part.counts.get(key))
+    means = means_of(sums.sums, sums.counts, num_samples)
     derived = task.derived(means) if isinstance(task, Derives) else {}
     return {**means, **{name: float(value) for name, value in derived.items()}}
+
+
+def means_of(
+    sums: Mapping[str, float], counts: Mapping[str, float], num_samples: int
+) -> dict[str, float]:
+    """Return the mean of each metric, over its own count or else over the samples."""
+    denominators = {name: counts.get(name, num_samples) for name in sums}
+    return {name: sums[name] / n if n else math.nan for name, n in denominators.items()}
 
 
 def predict(task: Predicts, model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
@@ -455,8 +606,10 @@ OwnFactory = Callable[..., nn.Module]
 """Builds a model; takes the ``DataShape`` or nothing."""
 OwnLoss = Callable[[nn.Module, Batch], Tensor]
 """Returns the mean loss of a model over a batch, a scalar with a gradient."""
-OwnMetrics = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
-"""Returns sums over the samples of a batch, by name."""
+OwnMetrics = Callable[[nn.Module, Batch], Mapping[str, Metric]]
+"""Returns sums over the samples of a batch, or pairs (sum, count), by name."""
+OwnCount = Callable[[Batch], Tensor | float]
+"""Returns how much a batch counts: the denominator of its mean loss."""
 
 
 class ModelAndLoss:
@@ -465,12 +618,19 @@ class ModelAndLoss:
     Args:
         build: builds the model; takes the ``DataShape`` or nothing.
         loss: returns the mean loss over a batch, from (model, batch).
-        metrics: returns sums over the samples of a batch by name, from (model, batch); ``loss`` is
-            added if it is missing.
+        metrics: returns sums over the samples of a batch by name, or pairs (sum, count), from
+            (model, batch); ``loss`` is added if it is missing.
+        count: returns how much a batch counts, if the loss is not a mean over its samples or over
+            the labels that are not -100: the denominator of that mean.
     """
 
     def __init__(
-        self, build: OwnFactory, loss: OwnLoss, *, metrics: OwnMetrics | None = None
+        self,
+        build: OwnFactory,
+        loss: OwnLoss,
+        *,
+        metrics: OwnMetrics | None = None,
+        count: OwnCount | None = None,
     ) -> None:
         if isinstance(build, nn.Module):
             raise ConfigError(
@@ -478,10 +638,14 @@ class ModelAndLoss:
                 f"is a model, a {type(build).__name__}; give a function that builds it, so that "
                 f"each worker has its own",
             )
+        if count is not None and not callable(count):
+            raise ConfigError("count", f"must be a function of a batch, got {count!r}")
         self.name = getattr(build, "__name__", type(build).__name__)
         self._build = build
         self._loss = loss
         self._metrics = metrics
+        self._count = count
+        self._labels: Key | None = None
 
     def build_model(self, shape: DataShape) -> nn.Module:
         """Return a new model.
@@ -489,6 +653,7 @@ class ModelAndLoss:
         Raises:
             ConfigError: if the function does not return a module.
         """
+        self._labels = shape.labels if shape else None
         model = self._build(shape) if _takes_shape(self._build) else self._build()
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -500,13 +665,21 @@ class ModelAndLoss:
         """Return the mean loss over the batch."""
         return self._loss(model, batch)
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of the batch, ``loss`` included."""
+    def count(self, batch: Batch) -> Tensor | float | None:
+        """Return how much the batch counts by the user's function; None: there is none."""
+        return None if self._count is None else self._count(batch)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
+        """Return sums over the samples of the batch or pairs (sum, count), ``loss`` included."""
         sums = self._metrics(model, batch) if self._metrics else {}
         if not isinstance(sums, Mapping):
             raise ShapeError(self.name, f"metrics must return a dict of sums by name, got {sums!r}")
-        loss = {} if "loss" in sums else {"loss": self._loss(model, batch) * num_samples_of(batch)}
-        return {**sums, **loss}
+        return sums if "loss" in sums else {**sums, "loss": self._counted_loss(model, batch)}
+
+    def _counted_loss(self, model: nn.Module, batch: Batch) -> Metric:
+        """Return (loss * count, count) of a batch; the loss of one without labels is NaN."""
+        count = Counter(self, self._labels).of(batch)
+        return (self._loss(model, batch) * count if count else 0.0), count
 
 
 class LossFromForward(ModelAndLoss):
@@ -517,11 +690,39 @@ class LossFromForward(ModelAndLoss):
 
     Args:
         build: builds the model; takes the ``DataShape`` or nothing.
-        metrics: returns sums over the samples of a batch by name, from (model, batch).
+        metrics: returns sums over the samples of a batch by name, or pairs (sum, count), from
+            (model, batch).
+        count: as for ``ModelAndLoss``; of a model of transformers the labels that its loss counts
+            are known.
     """
 
-    def __init__(self, build: OwnFactory, *, metrics: OwnMetrics | None = None) -> None:
-        super().__init__(build, _loss_of_forward, metrics=metrics)
+    def __init__(
+        self,
+        build: OwnFactory,
+        *,
+        metrics: OwnMetrics | None = None,
+        count: OwnCount | None = None,
+    ) -> None:
+        super().__init__(build, _loss_of_forward, metrics=metrics, count=count)
+        self._label_rule: LabelRule | None = None
+
+    def build_model(self, shape: DataShape) -> nn.Module:
+        """Return a new model, and learn from it which labels its loss counts.
+
+        Raises:
+            ConfigError: if the function does not return a module.
+        """
+        model = super().build_model(shape)
+        self._label_rule = label_rule_of(model)
+        return model
+
+    def count(self, batch: Batch) -> Tensor | float | None:
+        """Return how much the batch counts, or None if it counts as those of other tasks."""
+        own = super().count(batch)
+        is_named = isinstance(batch, Mapping) and "labels" in batch
+        if own is not None or self._label_rule is None or not is_named:
+            return own
+        return self._label_rule.count(batch["labels"])
 
 
 def _loss_of_forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -540,10 +741,6 @@ def _loss_of_forward(model: nn.Module, batch: Batch) -> Tensor:
             f"as ['loss'] or first, and put labels into the batch"
         )  # fmt: skip
     return loss
-
-
-_IGNORED = -100
-"""Label of a position that the losses of transformers leave out."""
 
 
 class HuggingFace(LossFromForward):
@@ -569,15 +766,20 @@ class HuggingFace(LossFromForward):
         """Return the mean loss over the batch."""
         return super().loss(model, self._labelled(batch))
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of the batch: loss, and accuracy for one label each."""
+    def count(self, batch: Batch) -> Tensor | float | None:
+        """Return the number of labels that the loss of the model counts."""
+        return super().count(self._labelled(batch))
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
+        """Return (sum, count) by name: of the loss, and of the accuracy for one label each."""
+        count = Counter(self, self._labels).of(batch)
         batch = self._labelled(batch)
         output = model(**batch)
-        sums = {"loss": output.loss * num_samples_of(batch)}
+        pairs: dict[str, Metric] = {"loss": (output.loss * count if count else 0.0, count)}
         labels = batch.get("labels")
         if labels is not None and labels.ndim == 1 and not labels.is_floating_point():
-            sums["accuracy"] = (output.logits.argmax(-1) == labels).sum()
-        return sums
+            pairs["accuracy"] = (output.logits.argmax(-1) == labels).sum(), count
+        return pairs
 
     def export(self, weights: Mapping[str, Tensor], folder: str) -> None:
         """Write the center as a folder that ``from_pretrained`` reads.
@@ -601,7 +803,7 @@ class HuggingFace(LossFromForward):
             return batch
         labels = batch["input_ids"]
         if "attention_mask" in batch:
-            labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
+            labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORED)
         return {**batch, "labels": labels}
 
 

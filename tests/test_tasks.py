@@ -84,7 +84,7 @@ def test_a_model_may_be_built_without_the_shape_of_the_data():
     assert ModelAndLoss(line, cross_entropy).name == "line"
 
 
-def test_the_loss_is_summed_over_samples_like_other_metrics():
+def test_the_loss_is_added_with_what_it_is_a_mean_over():
     task = ModelAndLoss(
         line, cross_entropy, metrics=lambda model, batch: {"ones": batch["y"].sum()}
     )
@@ -93,7 +93,9 @@ def test_the_loss_is_summed_over_samples_like_other_metrics():
     with torch.no_grad():
         sums, loss = task.metrics(model, batch), cross_entropy(model, batch)
     assert float(sums["ones"]) == 4
-    assert float(sums["loss"]) == pytest.approx(6 * float(loss))
+    total, count = sums["loss"]
+    assert float(total) == pytest.approx(6 * float(loss))
+    assert count == 6
 
 
 class ModelWithLoss(nn.Module):

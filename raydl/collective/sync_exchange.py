@@ -470,33 +470,33 @@ class GradientGroup:
         self._group = group
         sizes = [num_parameters, num_tensors, 1]
         self._message = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self._gradients, self._is_reached, self._samples = torch.split(self._message, sizes)
+        self._gradients, self._is_reached, self._count = torch.split(self._message, sizes)
         self._step = 0
 
     def mean_(
-        self, gradients: Tensor, num_samples: int, is_reached: bytearray
-    ) -> tuple[int, bytearray]:
+        self, gradients: Tensor, count: float, is_reached: bytearray
+    ) -> tuple[float, bytearray]:
         """Replace this worker's mean gradients by those of the joint batch.
 
         Args:
-            gradients: of the mean loss over ``num_samples`` samples, shape [num_parameters].
-            num_samples: size of this worker's batch; may be 0.
+            gradients: of the mean loss over this worker's batch, shape [num_parameters].
+            count: how much the batch counts; may be 0.
             is_reached: by parameter tensor, whether it has a gradient.
 
         Returns:
-            The number of samples of the joint batch, and by parameter tensor whether it has a
-            gradient on any worker.
+            The count of the joint batch, and by parameter tensor whether it has a gradient on any
+            worker.
 
         Raises:
             ExchangeError: if a worker of the group disconnected or timed out; the gradients have
                 not changed.
         """
-        self._gradients.copy_(gradients).mul_(num_samples)
+        self._gradients.copy_(gradients).mul_(count)
         self._is_reached.copy_(torch.frombuffer(is_reached, dtype=torch.uint8))
-        self._samples[0] = num_samples
+        self._count[0] = count
         self._group.start_allreduce(self._message, round=self._step).wait()
         self._step += 1
-        total = int(self._samples[0])
+        total = float(self._count[0])
         gradients.copy_(self._gradients)
         if total:
             gradients.div_(total)

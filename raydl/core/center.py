@@ -23,7 +23,7 @@ from raydl.core.copy_buffers import map_nested
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
-from raydl.core.rules import Rule, Tally, mix_buffers_, with_equal_arrivals
+from raydl.core.rules import Rule, Sends, Tally, mix_buffers_, with_equal_arrivals
 from raydl.core.tensor_files import view_of
 from raydl.data.ledger import Ledger
 
@@ -91,12 +91,14 @@ class Center:
         Args:
             total_weights: sum of the messages, shape [n].
             total_buffers: sum of the replicas' float buffers, shape [num_buffers].
-            tally: number of messages and samples in the totals.
+            tally: number of messages in the totals, and what their samples count. Gradients that
+                count nothing have no mean, and the weights stay as they are.
         """
         weights, optimizer = self._handle()
         if optimizer is not None and self._lr is not None:
             set_lr(optimizer, self._lr)
-        self._rule.update_center_(weights, total_weights, tally, optimizer)
+        if self._rule.sends is not Sends.GRADIENT or tally.num_samples:
+            self._rule.update_center_(weights, total_weights, tally, optimizer)
         mix_buffers_(self.buffers, total_buffers, tally)
 
     def _handle(self) -> tuple[Tensor, Optimizer | None]:

@@ -40,11 +40,12 @@ class Header:
     score: float = 0.0
     """Votes to score the center of this round, the last one, if the workers score."""
     num_samples: float = 0.0
-    """Samples behind this message, since the last message of the same span."""
+    """What the samples behind this message count, since the last message of the same span: their
+    number, or as ``raydl.tasks.Counter`` says. A message of summed gradients weighs as much."""
     loss_sum: float = 0.0
-    """Sum of the losses of ``loss_samples`` samples."""
+    """Sum of the mean losses of batches, each times what the batch counts."""
     loss_samples: float = 0.0
-    """Samples behind ``loss_sum``: all up to the previous step."""
+    """What the samples behind ``loss_sum`` count: all up to the previous step."""
     distance: float = 0.0
     """Squared distance to the center at the previous exchange."""
     step_s: float = 0.0
@@ -145,17 +146,17 @@ class Partners(Protocol):
     """Workers that share one replica; see ``raydl.collective.sync_exchange.GradientGroup``."""
 
     def mean_(
-        self, gradients: Tensor, num_samples: int, is_reached: bytearray
-    ) -> tuple[int, bytearray]:
+        self, gradients: Tensor, count: float, is_reached: bytearray
+    ) -> tuple[float, bytearray]:
         """Replace a worker's mean gradient by the mean gradient of the joined batch.
 
         Args:
             gradients: shape [num_parameters].
-            num_samples: samples of this worker.
+            count: how much the batch of this worker counts.
             is_reached: for each parameter, whether it has a gradient.
 
         Returns:
-            The samples of all workers, and for each parameter whether any worker has a gradient.
+            The count of all workers, and for each parameter whether any worker has a gradient.
         """
         ...
 

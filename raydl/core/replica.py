@@ -40,9 +40,10 @@ from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_pa
 from raydl.core.rules import Rule, Sends, squared_distance
 from raydl.core.tensor_files import view_of
 from raydl.data.samples import Batch, num_samples_of, parts_of
+from raydl.data.target import Key
 from raydl.errors import ExchangeError, NonFiniteError, StepError
 from raydl.metrics import TimeParts
-from raydl.tasks import Task, in_precision
+from raydl.tasks import Counter, Task, in_precision
 
 
 class Distances:
@@ -143,8 +144,8 @@ class DynamicWeights:
 
 _NO_EXCHANGE = StepPlan()
 _DEFAULTS = TrainingConfig()
-MakeGradient = Callable[[], tuple[Tensor, int]]
-"""Adds to the gradients of the optimizer; returns the mean loss and the number of samples."""
+MakeGradient = Callable[[], tuple[Tensor, float]]
+"""Adds to the gradients of the optimizer; returns the mean loss and how much the batch counts."""
 Stepped = tuple[Tensor, Header | None]
 """The mean loss of the batch, and the header sums of the last exchange that the step joined."""
 
@@ -164,6 +165,7 @@ class Replica:
         needs_all_gradients: whether to refuse a gradient if the loss did not reach all parameters;
             for optimizers at the center that would update the others anyway.
         who: returns (worker id, local step), for error messages.
+        labels: ``DataShape.labels`` of the data.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Replica:
         has_dynamic_weights: bool = False,
         needs_all_gradients: bool = False,
         who: Callable[[], tuple[str, int]] = lambda: ("", 0),
+        labels: Key | None = None,
     ) -> None:
         self.flat = flat
         flat.watch_gradients()
@@ -192,11 +195,16 @@ class Replica:
         self._dynamic_weights = DynamicWeights(is_on=has_dynamic_weights)
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
-        self._num_samples = 0
-        self._num_begun: dict[int, int] = {}
-        self._num_sent: dict[int, int] = {}
-        self._kept_num_sent: dict[int, int] = {}
-        self._num_dropped = 0
+        self.counter = Counter(task, labels)
+        """Says how much a batch counts."""
+        self.batch_count = 0.0
+        """How much the last batch counted, without those of partners."""
+        self._counted = 0.0
+        """What all batches counted."""
+        self._num_begun: dict[int, float] = {}
+        self._num_sent: dict[int, float] = {}
+        self._kept_num_sent: dict[int, float] = {}
+        self._num_dropped = 0.0
         self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
         self._reached_sent: dict[int, tuple[int, ...]] = {}
         self._moves: list[tuple[slice, Tensor]] | None = None
@@ -226,9 +234,9 @@ class Replica:
         The step counts as one sample. Returns the header sums and raises as ``step``.
         """
 
-        def gradient() -> tuple[Tensor, int]:
-            self._num_samples += 1
-            return self.flat.weights.new_zeros(()), 1
+        def gradient() -> tuple[Tensor, float]:
+            self._counted += 1.0
+            return self.flat.weights.new_zeros(()), 1.0
 
         return self._step(gradient, step_plan)[1]
 
@@ -254,25 +262,25 @@ class Replica:
                 arrivals = self._wait(step_plan)
         except ExchangeError as error:
             failure = error
-        loss, num_samples = gradient()
+        loss, count = gradient()
         if step_plan.overlap and failure is None:
             try:
                 arrivals = self._wait(step_plan)
             except ExchangeError as error:
                 failure = error
         if failure is not None:
-            self._local_step(num_samples)
+            self._local_step(count)
             raise failure
-        self._join(step_plan, arrivals, num_samples=num_samples)
+        self._join(step_plan, arrivals, count=count)
         return loss, arrivals
 
     def _step_then_send(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
         """Step, then send the gradient or the progress, and copy the center."""
-        loss, num_samples = gradient()
+        loss, count = gradient()
         if self._rule.sends is Sends.PROGRESS:
-            self._local_step(num_samples)
+            self._local_step(count)
         else:
             self.num_steps += 1
         try:
@@ -300,8 +308,8 @@ class Replica:
     def _send(self, exchange: Exchange, step_plan: StepPlan) -> None:
         span = exchange.span
         header = step_plan.header if exchange is step_plan.begin[-1] else Header()
-        num_samples = self._num_samples - self._num_sent.get(span.start, self._num_dropped)
-        header = replace(header, num_samples=float(num_samples))
+        num_samples = self._counted - self._num_sent.get(span.start, self._num_dropped)
+        header = replace(header, num_samples=num_samples)
         if self._rule.sends is not Sends.GRADIENT and exchange not in step_plan.join:
             # Keep the weights for the later step in which the exchange takes effect.
             if not self._sent.numel():
@@ -316,7 +324,7 @@ class Replica:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()
             self._reached_sent[span.start] = tuple(self.flat.num_reached)
-        self._num_begun[span.start] = self._num_samples
+        self._num_begun[span.start] = self._counted
 
     def _message(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
         """Return the rule's message for a span; it is not changed until the exchange is joined."""
@@ -332,7 +340,7 @@ class Replica:
             )
         return weights
 
-    def _check_message(self, message: Tensor, exchange: Exchange, num_samples: int) -> None:
+    def _check_message(self, message: Tensor, exchange: Exchange, num_samples: float) -> None:
         """Raise a StepError if a message or the float buffers must not reach the center."""
         is_gradient = self._rule.sends is Sends.GRADIENT
         sent = {"gradient" if is_gradient else "weights": message}
@@ -363,39 +371,50 @@ class Replica:
         with self._parts.measure("device_device_parameters"):
             return [exchange.wait() for exchange in step_plan.join]
 
-    def _gradient(self, batch: Batch) -> tuple[Tensor, int]:
+    def _gradient(self, batch: Batch) -> tuple[Tensor, float]:
         """Add the gradient at the present weights to the flat gradients.
 
         Returns:
-            The mean loss, and the number of samples, including those of partners.
+            The mean loss, and how much the batch counts, including those of partners.
         """
-        loss = self._own_gradient(batch)
-        num_samples = num_samples_of(batch)
+        loss, count = self._own_gradient(batch)
         if self.partners is None:
-            return loss, num_samples
+            return loss, count
         try:
             with self._parts.measure("device_device_parameters"):
                 own = self.flat.is_reached(self._reached_before)
-                num_samples, is_reached = self.partners.mean_(self.flat.gradients, num_samples, own)
+                count, is_reached = self.partners.mean_(self.flat.gradients, count, own)
                 self.flat.note_reached(is_reached)
         except ExchangeError:
             self._drop_gradients()
             raise
-        return loss, num_samples
+        return loss, count
 
-    def _own_gradient(self, batch: Batch) -> Tensor:
-        num_samples = num_samples_of(batch)
-        if num_samples == 0:  # the end of an epoch may leave no samples for a worker
-            return self.flat.weights.new_zeros(())
+    def _own_gradient(self, batch: Batch) -> tuple[Tensor, float]:
+        """Add the gradient of a batch; return its mean loss, and how much it counts.
+
+        A part without labels takes no part: its mean loss would be 0/0.
+        """
+        self.batch_count = 0.0
+        if num_samples_of(batch) == 0:  # the end of an epoch may leave no samples for a worker
+            return self.flat.weights.new_zeros(()), 0.0
         with self._parts.measure("forward_backward"):
-            # A gradient to send is a sum over samples, so that ranks with fewer samples weigh
-            # less in the mean.
-            scale = float(num_samples) if self._rule.sends is Sends.GRADIENT else 1.0
             parts = parts_of(batch, self._training.microbatches, full=self._training.batch_size)
-            losses = [self._backward(part, share, scale) for part, share in parts]
+            counts = [self.counter.of(part) for part in parts]
+            count = self.batch_count = sum(counts)
+            if count == 0.0:
+                return self.flat.weights.new_zeros(()), 0.0
+            # A gradient to send is a sum, so that ranks whose batches count less weigh less in
+            # the mean.
+            scale = count if self._rule.sends is Sends.GRADIENT else 1.0
+            losses = [
+                self._backward(part, part_count / count, scale)
+                for part, part_count in zip(parts, counts, strict=True)
+                if part_count
+            ]
             self.flat.rebind()
-        self._num_samples += num_samples
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        self._counted += count
+        return (losses[0] if len(losses) == 1 else torch.stack(losses).sum()), count
 
     def _backward(self, part: Batch, share: float, scale: float) -> Tensor:
         """Add the gradient of a part of a batch; return the part's share of the mean loss."""
@@ -405,13 +424,13 @@ class Replica:
         (mean if scale == 1.0 else mean * scale).backward()  # type: ignore[no-untyped-call]
         return mean.detach()
 
-    def _local_step(self, num_samples: int) -> None:
-        """Step the inner optimizer; without one, gradients keep accumulating."""
+    def _local_step(self, count: float) -> None:
+        """Step the inner optimizer, if the batch counts; without one, gradients accumulate."""
         self.num_steps += 1
         if self._optimizer is None:
             return
         with self._parts.measure("replica_update"):
-            if num_samples:
+            if count:
                 self._optimizer_step(self._optimizer)
             self.flat.gradients.zero_()
             self._reached_before = tuple(self.flat.num_reached)
@@ -429,16 +448,16 @@ class Replica:
         with flat.without_gradients_of(unreached):
             self._optimizer.step()
 
-    def _join(self, step_plan: StepPlan, arrivals: list[Arrival], *, num_samples: int) -> None:
+    def _join(self, step_plan: StepPlan, arrivals: list[Arrival], *, count: float) -> None:
         """Update replica and center, both from the weights that were sent."""
         if not step_plan.join:
-            return self._local_step(num_samples)
+            return self._local_step(count)
         with self._parts.measure("replica_update"):
             pulls = [
                 (exchange, self._pull_of(exchange, arrival, step_plan))
                 for exchange, arrival in zip(step_plan.join, arrivals, strict=True)
             ]
-        self._local_step(num_samples)
+        self._local_step(count)
         with self._parts.measure("replica_update"):
             for exchange, pull in pulls:
                 self.flat.weights[exchange.span].sub_(pull)
@@ -554,9 +573,9 @@ class Replica:
         self._dynamic_weights = DynamicWeights(is_on=self._dynamic_weights.is_on)
 
     def _drop_gradients(self) -> None:
-        """Discard unsent gradients, and the count of their samples."""
+        """Discard unsent gradients, and what their samples count."""
         self.flat.gradients.zero_()
-        self._num_sent, self._num_dropped = {}, self._num_samples
+        self._num_sent, self._num_dropped = {}, self._counted
         self._reached_sent, self._reached_before = {}, tuple(self.flat.num_reached)
 
     def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
@@ -619,7 +638,7 @@ class Replica:
             "untrained": {name: view_of(a) for name, a in self.flat.non_trainable.own().items()},
             "distances": self._distances.state(),
             "trust": self._dynamic_weights.state(),
-            "num_seen": self._num_samples,
+            "num_seen": self._counted,
             "num_sent": dict(self._num_sent),
         }
 
@@ -632,5 +651,5 @@ class Replica:
         self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])
-        self._num_samples, self._num_sent = state["num_seen"], dict(state["num_sent"])
-        self._num_dropped = self._num_samples
+        self._counted, self._num_sent = state["num_seen"], dict(state["num_sent"])
+        self._num_dropped = self._counted

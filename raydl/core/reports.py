@@ -45,12 +45,12 @@ class Losses:
     """Losses of a worker's local steps, copied from the device once per round."""
 
     def __init__(self) -> None:
-        self._unread: list[tuple[int, int, Tensor]] = []
-        self._sum = self._num_samples = 0.0
+        self._unread: list[tuple[int, float, Tensor]] = []
+        self._sum = self._count = 0.0
 
-    def add(self, local_step: int, num_samples: int, loss: Tensor) -> None:
-        """Add the mean loss of a step's samples."""
-        self._unread.append((local_step, num_samples, loss))
+    def add(self, local_step: int, count: float, loss: Tensor) -> None:
+        """Add the mean loss of a step's batch, and how much the batch counts."""
+        self._unread.append((local_step, count, loss))
 
     def read(self, worker_id: str) -> None:
         """Copy the added losses from the device and sum them.
@@ -65,27 +65,27 @@ class Losses:
             return
         device = self._unread[0][2].device  # a task may return its loss on another one
         values = torch.stack([loss.to(device) for _, _, loss in self._unread]).tolist()  # one copy
-        for (local_step, num_samples, _), value in zip(self._unread, values, strict=True):
+        for (local_step, count, _), value in zip(self._unread, values, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteLossError(worker_id, local_step, value)
-            self._sum += value * num_samples
-            self._num_samples += num_samples
+            self._sum += value * count
+            self._count += count
         self._unread.clear()
 
     def pop_state(self, worker_id: str) -> dict[str, float]:
         """Read the losses; return the sums since the last call and reset them."""
         self.read(worker_id)
         state = self.state_dict()
-        self._sum = self._num_samples = 0.0
+        self._sum = self._count = 0.0
         return state
 
     def state_dict(self) -> dict[str, float]:
-        """Return the sum of the losses that were read, and their number of samples."""
-        return {"loss_sum": self._sum, "loss_samples": self._num_samples}
+        """Return the sum of the losses that were read, and what their samples count."""
+        return {"loss_sum": self._sum, "loss_samples": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned."""
-        self._sum, self._num_samples = state["loss_sum"], state["loss_samples"]
+        self._sum, self._count = state["loss_sum"], state["loss_samples"]
 
 
 class Outcome(enum.Enum):
@@ -156,6 +156,8 @@ class WorkerReport:
     """L2 norm of what its compressed messages have left out so far."""
     lost_residuals: tuple[LostResidual, ...] = ()
     """Of that, what the worker has lost since the last report."""
+    ignores: str | int | None = None
+    """Name or place in a batch of labels of which some are -100, so that they did not count."""
     cpu_s: float = 0.0
     """CPU time of all threads of the process in seconds."""
     is_starting: bool = False

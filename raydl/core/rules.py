@@ -150,7 +150,7 @@ class Sends(enum.Enum):
     WEIGHTS = "weights"
     """Weights at the start of the step, sent while the gradient is computed."""
     GRADIENT = "gradient"
-    """Sum of the gradients of all samples since the last exchange."""
+    """Sum of the gradients of all batches since the last exchange, each times what it counts."""
     PROGRESS = "progress"
     """c - x after the step: the distance from the center that the replica last copied."""
 
@@ -164,7 +164,9 @@ class Tally:
     num_messages: int
     """Messages in the sum: p if all workers exchange at once, else 1."""
     num_samples: float
-    """Samples behind these messages, since the previous exchange."""
+    """What the samples behind these messages count, since the previous exchange: their number, or
+    what the loss is a mean over, such as labelled tokens (``raydl.tasks.Counter``). A sum of
+    gradients divided by it is the gradient of the mean loss."""
     share_of_round: float = 1.0
     """Local steps of this round / those of a whole round, in [0, 1]: below 1 where samples run out,
     as in the last round of a run. Progress is in proportion to it; momentum would not be."""
@@ -296,8 +298,9 @@ class Elastic(Rule):
 class MeanGradient(Rule):
     """The optimizer at the center steps along the mean gradient; replicas copy the center.
 
-    g <- sum_i sum_samples grad / num_samples ; c <- optimizer(c, g) ; x_i <- c. With plain SGD
-    this is data-parallel SGD on the joined batch. (SC17, eq. 3 and 4, at the master.)
+    g <- sum_i n_i*g_i / sum_i n_i ; c <- optimizer(c, g) ; x_i <- c, where n_i is the number of
+    samples of worker i, or what they count. With plain SGD this is data-parallel SGD on the joined
+    batch. (SC17, eq. 3 and 4, at the master.)
     """
 
     sends = Sends.GRADIENT
@@ -307,8 +310,8 @@ class MeanGradient(Rule):
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
-        """Step the optimizer along total / num_samples, or do nothing without samples."""
-        if tally.num_samples == 0:  # no sample of the batches could be read
+        """Step the optimizer along total / num_samples, or do nothing if they count nothing."""
+        if tally.num_samples == 0:  # no sample could be read, or none has a label
             return
         step_along_(center, total.div_(tally.num_samples), optimizer)
 

@@ -188,8 +188,6 @@ class Feed:
         self._steps: deque[_Rows] = deque()
         self._reserved = np.empty(0, np.int64)
         self._blocks_ahead: frozenset[int] = frozenset()
-        self.num_in_batch = 0
-        """Samples in the last batch, without skipped ones."""
         # The pool starts its thread at the first fetch.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feed")
 
@@ -203,7 +201,6 @@ class Feed:
             if future is None and self._is_streamed:
                 future = self._pool.submit(self._fetch, rows)
             batch, rows, problems = self._fetch(rows) if future is None else future.result()
-            self.num_in_batch = len(rows)
             if problems:
                 self.left_out = LeftOut(self.left_out.num_samples + len(problems), problems[-1])
         if self._device.type != "cpu":

@@ -35,6 +35,9 @@ class DataShape:
     """One name per class, if the data have names."""
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of one sample by column of a table, () for a number."""
+    labels: str | int | None = None
+    """Name or place in a batch of labels that ``raydl.data.target`` has found in the first samples;
+    None: they have a usual name or place, or there are none."""
 
     @property
     def has_labelled_pictures(self) -> bool:
@@ -217,8 +220,8 @@ def part_of(batch: Batch, start: int, stop: int) -> Batch:
     return tuple(tensor[start:stop] for tensor in batch)
 
 
-def parts_of(batch: Batch, num_parts: int, *, full: int) -> Iterator[tuple[Batch, float]]:
-    """Yield parts of a batch of nearly equal size, each with its share of the samples.
+def parts_of(batch: Batch, num_parts: int, *, full: int) -> list[Batch]:
+    """Return parts of a batch of nearly equal size.
 
     Args:
         batch: a batch of 1 sample or more.
@@ -230,8 +233,9 @@ def parts_of(batch: Batch, num_parts: int, *, full: int) -> Iterator[tuple[Batch
     largest = math.ceil(full / num_parts)
     num_parts = min(num_parts, math.ceil(num_samples / largest))
     if num_parts == 1:
-        yield batch, 1.0
-        return
+        return [batch]
+    parts = []
     for count in split_evenly(num_samples, num_parts):
-        yield part_of(batch, start, start + count), count / num_samples
+        parts.append(part_of(batch, start, start + count))
         start += count
+    return parts

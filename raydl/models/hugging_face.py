@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,67 @@ _OF_THE_MODEL = (".safetensors", ".bin", ".h5", ".msgpack", ".index.json")
 
 _WEIGHTS = {"config.json": "*.safetensors", "adapter_config.json": "adapter_model.safetensors"}
 """Names of files with weights, by the file that says that there are some."""
+
+
+_IGNORED = -100
+"""The label that the losses of transformers leave out."""
+_GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of models whose loss may compare a position with the label of the next one."""
+_OVER_SAMPLES = ("CTC", "RNNT", "TDT")
+"""Parts of the names of losses of sequences, which are no means over their labels."""
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """Which labels the mean loss of a model of transformers counts."""
+
+    is_shifted: bool = False
+    """Whether the first label of each sequence has no prediction, so that it does not count."""
+    ignored: int | None = _IGNORED
+    """The label that does not count; None: the loss is a mean over samples."""
+
+    def count(self, labels: Tensor) -> Tensor | int:
+        """Return how much labels count, shape [B, ...]; targets that are floats, by sample."""
+        if self.ignored is None or labels.is_floating_point():
+            return len(labels)
+        if self.is_shifted and labels.ndim > 1:
+            labels = labels[..., 1:]
+        return (labels != self.ignored).sum()
+
+
+def label_rule_of(model: nn.Module) -> LabelRule | None:
+    """Return which labels the loss of a model counts; None: it is no model of transformers."""
+    inner: Any = getattr(model, "_orig_mod", model)  # of a compiled model
+    if hasattr(inner, "get_base_model"):  # an adapter of PEFT
+        inner = inner.get_base_model()
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(inner, transformers.PreTrainedModel):
+        return None
+    loss = str(getattr(inner, "loss_type", None))
+    if any(part in loss for part in _OVER_SAMPLES):
+        return LabelRule(ignored=None)
+    if loss == "ForSemanticSegmentation":
+        return LabelRule(ignored=getattr(inner.config, "semantic_loss_ignore_index", _IGNORED))
+    return LabelRule(is_shifted=_is_shifted(inner))
+
+
+def _is_shifted(model: Any) -> bool:
+    """Whether the loss of a model compares each position with the label of the next one.
+
+    Neither names nor settings tell: a decoder like that of BART is a ForCausalLM whose user shifts
+    the labels. So the model computes a loss in which the first label alone counts. If it is shifted
+    that is no number.
+    """
+    if not any(kind.__name__.endswith(_GENERATIVE) for kind in type(model).__mro__):
+        return False
+    tokens = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    labels = torch.tensor([[0, _IGNORED]], device=model.device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):  # for dropout
+            output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels)
+        return not float(output.loss) > 0
+    except Exception:  # it needs pictures or sounds as well
+        return not model.config.is_encoder_decoder
 
 
 class LocalModel:

@@ -15,7 +15,7 @@ from raydl.data.generators import callers_generators_kept
 from raydl.errors import DataError, UntrustedCodeError
 from raydl.run.folder import RunFolder, open_run
 from raydl.storage import below
-from raydl.tasks import build_model, task_on
+from raydl.tasks import build_model, shape_for, task_on
 from raydl.worker.evaluator import score
 
 _OWN_TASKS = (
@@ -57,15 +57,16 @@ def score_run(
     dataset = _test_data(folder, config, data)
     task = task_on(None, dataset.train.shape, config)
     torch.set_num_threads(1)
-    model = build_model(task, dataset.train.shape, seed=config.training.seed)
+    statistics = folder.normalization()
+    normalizer = Normalizer.from_statistics(statistics) if statistics else None
+    prepare = normalizer or preparation_for(dataset, config)
+    shape, _ = shape_for(task, Batches(dataset.train, prepare))
+    model = build_model(task, shape, seed=config.training.seed)
     try:
         model.load_state_dict(center)
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
-    statistics = folder.normalization()
-    prepare = Normalizer.from_statistics(statistics) if statistics else None
-    test = Batches(dataset.test, prepare or preparation_for(dataset, config))
-    return score(task, model, test, config)
+    return score(task, model, Batches(dataset.test, prepare), config)
 
 
 def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:

@@ -27,7 +27,24 @@ from raydl.core.saved_state import check_state
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError, UnknownNameError
-from raydl.tasks import ChecksOutput, Derives, Predicts, Task, build_model, in_precision
+from raydl.tasks import (
+    ChecksOutput,
+    Counter,
+    DataShape,
+    Derives,
+    Predicts,
+    Task,
+    build_model,
+    in_precision,
+    means_of,
+    number,
+    sum_and_count,
+)
+
+_FIRST_SAMPLES = 256
+"""Samples to try if the first ones have no labels."""
+_Metrics = dict[str, tuple[float, float | None]]
+"""By name, the sum of a metric, and its count if it is no mean over samples."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +57,19 @@ class PreflightResult:
     """Frozen parameters that the loss or the metrics change."""
     num_in_evaluation: int
     """Modules with dropout or batch norm that were built in evaluation mode."""
+    num_uncounted: int
+    """Samples at the start of the training set, if none of them counts; else 0."""
 
 
-def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method) -> PreflightResult:
+def try_model(
+    task: Task, batches: Batches, shape: DataShape, config: TrainConfig, method: Method
+) -> PreflightResult:
     """Build the run's first model, try two samples, and restore the model's first state.
 
     Args:
         task: the task.
         batches: batches of the training set.
+        shape: its shape.
         config: the run's settings.
         method: the method in these settings.
 
@@ -58,7 +80,6 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
             not accept the model, or the rule is not valid.
         DataError: two samples cannot be read.
     """
-    shape = batches.samples.shape
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
     num_in_evaluation = sum(map(_is_in_evaluation, model.modules()))
@@ -81,6 +102,9 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
                     inputs = batch if isinstance(batch, Mapping) else batch[0]
                     task.check_output(model, inputs, shape)
             _check_loss(task.name, task.loss(model, batch))
+            counter = Counter(task, shape.labels)
+            _check_count(counter, task.name, batch)
+            num_uncounted = _num_uncounted(counter, batches, batch)
             if method.needs_all_gradients:
                 _check_gradients(task, flat, first_samples(batches, config.training.batch_size))
             scores = _try_metrics(task, model, batch)
@@ -90,15 +114,15 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
         raise ShapeError(task.name, f"does not accept {shape}: {error}") from error
     _check_names(task.name, names, model)
     _check_scores(config, scores)
-    scores = _means_of(task, scores, num_samples_of(batch))
-    if (metric := config.evaluation.metric) and scores and metric not in scores:
-        raise UnknownNameError("evaluation.metric", metric, scores)
+    means = _means_of(task, scores, num_samples_of(batch))
+    if (metric := config.evaluation.metric) and means and metric not in means:
+        raise UnknownNameError("evaluation.metric", metric, means)
     moved = flat.non_trainable.moved_parameters()
     flat.rebind()
     flat.weights.copy_(weights)
     flat.buffers.copy_(buffers)
     flat.non_trainable.load(non_trainable)
-    return PreflightResult(flat, moved, num_in_evaluation)
+    return PreflightResult(flat, moved, num_in_evaluation, num_uncounted)
 
 
 def first_samples(batches: Batches, wanted: int) -> Any:
@@ -156,6 +180,35 @@ def _check_loss(name: str, loss: Any) -> None:
     raise ShapeError(name, f"the loss {problem}")
 
 
+def _check_count(counter: Counter, name: str, batch: Batch) -> None:
+    """Raise a ShapeError if a batch does not count as much as its samples one by one."""
+    count = counter.of(batch)
+    try:
+        of_samples = [counter.of(part) for part in _samples_of(batch)]
+    except Exception:  # a user's task may need more than one sample
+        return
+    if not math.isclose(count, sum(of_samples), rel_tol=1e-3, abs_tol=1e-9):
+        raise ShapeError(
+            name,
+            f"the count of a batch must be the sum of what its samples count, but samples that "
+            f"count {' and '.join(f'{n:g}' for n in of_samples)} count {count:g} together; return "
+            f"a sum from count(batch), not a mean",
+        )
+
+
+def _num_uncounted(counter: Counter, batches: Batches, first: Batch) -> int:
+    """Return how many samples at the start do not count, if none of them does; else 0."""
+    if counter.of(first):
+        return 0
+    more = batches.batch(np.arange(min(_FIRST_SAMPLES, batches.num_samples)))
+    return 0 if counter.of(more) else num_samples_of(more)
+
+
+def _samples_of(batch: Batch) -> list[Batch]:
+    """Return each sample of a batch as a batch."""
+    return [part_of(batch, n, n + 1) for n in range(num_samples_of(batch))]
+
+
 def _is_in_evaluation(module: nn.Module) -> bool:
     """Whether a module has dropout or batch norm, and is not in training mode."""
     is_dropout = isinstance(module, _DropoutNd) and module.p > 0
@@ -181,7 +234,7 @@ def _try_predictions(task: Predicts, model: nn.Module, batch: Batch) -> None:
                                f"got {got}")  # fmt: skip
 
 
-def _try_metrics(task: Task, model: nn.Module, batch: Batch) -> dict[str, float]:
+def _try_metrics(task: Task, model: nn.Module, batch: Batch) -> _Metrics:
     """Return the metrics of a batch, computed as for a score of the center.
 
     Raises:
@@ -199,42 +252,35 @@ def _try_metrics(task: Task, model: nn.Module, batch: Batch) -> dict[str, float]
     return metrics
 
 
-def _require_sums(task: Task, model: nn.Module, batch: Batch, metrics: dict[str, float]) -> None:
+def _require_sums(task: Task, model: nn.Module, batch: Batch, metrics: _Metrics) -> None:
     """Raise a ShapeError if a metric is the mean over the samples of the batch, not the sum."""
-    count = num_samples_of(batch)
-    parts = (part_of(batch, n, n + 1) for n in range(count))
+    parts = _samples_of(batch)
     try:
         of_samples = [_sums(task.name, task.metrics(model, part)) for part in parts]
     except Exception:  # a user's task may need more than one sample
         return
-    for name, value in metrics.items():
-        total = sum(sample.get(name, math.nan) for sample in of_samples)
-        if count > 1 and _is_near(value, total / count) and not _is_near(value, total):
+    for name, (value, count) in metrics.items():
+        values = [sample.get(name, (math.nan, None)) for sample in of_samples]
+        total = sum(value for value, _ in values)
+        weighted = sum(value * (1.0 if count is None else count) for value, count in values)
+        mean = weighted / (count or math.nan if count is not None else len(parts))
+        if len(parts) > 1 and _is_near(value, mean) and not _is_near(value, total):
+            by = "their number" if count is None else "its count"
             raise ShapeError(
                 task.name,
                 f"the metric {name} must be the sum over the samples of a batch, but it is the "
-                f"mean; multiply it by their number",
+                f"mean; multiply it by {by}",
             )
 
 
-def _sums(task: str, metrics: Any) -> dict[str, float]:
+def _sums(task: str, metrics: Any) -> _Metrics:
     """Return the metrics as numbers; raise a ShapeError if they are not."""
     if not isinstance(metrics, Mapping):
         raise ShapeError(
             task,
             f"the metrics must be a dict of name and sum, but they are a {type(metrics).__name__}",
         )
-    rule = "one number, the sum over the samples of a batch"
-    return {name: _number(task, f"the metric {name}", v, rule) for name, v in metrics.items()}
-
-
-def _number(task: str, what: str, value: Any, rule: str) -> float:
-    """Return a value as a number; raise a ShapeError if it is none."""
-    if not isinstance(value, (Tensor, int, float, np.number)):
-        raise ShapeError(task, f"{what} must be {rule}, but it is a {type(value).__name__}")
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ShapeError(task, f"{what} must be {rule}, but it has shape {list(value.shape)}")
-    return float(value)
+    return {name: sum_and_count(task, name, value) for name, value in metrics.items()}
 
 
 def _is_near(a: float, b: float) -> bool:
@@ -242,7 +288,7 @@ def _is_near(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=0.05)
 
 
-def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
+def _check_scores(config: TrainConfig, scores: _Metrics) -> None:
     """Raise a ConfigError if a setting needs a score that the task does not measure."""
     if config.training.stop_at_accuracy is not None and "accuracy" not in scores:
         raise ConfigError(
@@ -252,13 +298,14 @@ def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
         )
 
 
-def _means_of(task: Task, sums: Mapping[str, float], num_samples: int) -> dict[str, float]:
+def _means_of(task: Task, metrics: _Metrics, num_samples: int) -> dict[str, float]:
     """Return the scores of a batch, with the derived ones; {} if these need more samples.
 
     Raises:
         ShapeError: a derived metric is not a number.
     """
-    means = {name: value / num_samples for name, value in sums.items()}
+    counts = {name: count for name, (_, count) in metrics.items() if count is not None}
+    means = means_of({name: total for name, (total, _) in metrics.items()}, counts, num_samples)
     if not isinstance(task, Derives):
         return means
     try:
@@ -266,5 +313,5 @@ def _means_of(task: Task, sums: Mapping[str, float], num_samples: int) -> dict[s
     except Exception:  # a user's task may need more than two samples
         return {}
     for name, value in derived.items():
-        means[name] = _number(task.name, f"the derived metric {name}", value, "one number")
+        means[name] = number(task.name, f"the derived metric {name}", value, "one number")
     return means

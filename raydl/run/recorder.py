@@ -23,6 +23,7 @@ from raydl.core.reports import AllreduceReport, Record, WorkerReport
 from raydl.core.scores import Evaluated
 from raydl.core.stop_condition import StopCondition
 from raydl.core.worker_group import Collected
+from raydl.data.target import IGNORED
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StorageSilentError
@@ -68,6 +69,26 @@ class BadSamples:
         self._log_from = 2 * self.num_samples
         count = f"{self.num_samples:,} samples" if self.num_samples > 1 else "a sample"
         return f"skipped {count} that cannot be read; the last: {last}"
+
+
+class IgnoredLabels:
+    """Notes whether labels of -100 do not count, by a rule that the user has not named."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def note(self, reports: Mapping[str, WorkerReport]) -> str:
+        """Return a sentence when the first worker met such labels, else an empty text."""
+        found = [r.ignores for r in reports.values() if r.ignores is not None]
+        if self._is_said or not found:
+            return ""
+        self._is_said = True
+        name = repr(found[0]) if isinstance(found[0], str) else f"part {found[0]} of a batch"
+        return (
+            f"{name} holds labels of {IGNORED}, which do not count: the loss is taken as a mean "
+            f"over the other labels, in parts of a batch, ranks and scores; if it is a mean over "
+            f"something else, define count(batch) of the task"
+        )
 
 
 _EXAMPLES_EVERY_S = 20.0
@@ -143,7 +164,7 @@ class RunRecorder:
         self._opened_at = self._chart_drawn_at = time.monotonic()
         self._began_at: float | None = None
         self._ended_at = self._opened_at
-        self._bad_samples = BadSamples()
+        self._bad_samples, self._ignored_labels = BadSamples(), IgnoredLabels()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
         self._history = StartTotalsHistory(
             StartTotals(
@@ -247,8 +268,9 @@ class RunRecorder:
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
         self._log_tuning(reports)
-        if sentence := self._bad_samples.note(reports):
-            self.event(sentence)
+        for sentence in (self._bad_samples.note(reports), self._ignored_labels.note(reports)):
+            if sentence:
+                self.event(sentence)
         if num_left_out := self._bad_samples.num_samples:
             values["data/left_out"] = num_left_out
         if num_refused := sum(self._controller.refused.values()) if self._controller else 0:

@@ -79,10 +79,12 @@ from raydl.storage import Storage, entered_within, within
 from raydl.tasks import (
     HuggingFace,
     ModelAndLoss,
+    OwnCount,
     OwnFactory,
     OwnLoss,
     Task,
     checked_task,
+    shape_for,
     task_on,
 )
 from raydl.text import config_as_markdown
@@ -247,6 +249,8 @@ class Trainer:
         exchange: how replicas and center exchange.
         elastic: how the run reacts to workers that are lost, late or new.
         loss: the loss of (model, batch), the mean over the batch, for a model of your own.
+        count: with ``loss``, how much a batch counts, if the loss is not a mean over its samples or
+            over the labels that are not -100: the denominator of that mean.
         callbacks: called with each score of the center; they may end the run.
     """
 
@@ -267,9 +271,10 @@ class Trainer:
         exchange: ExchangeConfig | None = None,
         elastic: ElasticConfig | None = None,
         loss: OwnLoss | None = None,
+        count: OwnCount | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.task = _as_task(task, loss)
+        self.task = _as_task(task, loss, count)
         """The task, or None for the one that suits the data, with the named model."""
         self.data = data
         self.callbacks = checked_callbacks(callbacks)
@@ -311,12 +316,12 @@ class Trainer:
         self.config = config = filled_in(self.config, method)
         trackers.names_of(config.run.tracker)  # raises an error if there is none of a name
         dataset = self._load_data()
-        shape = dataset.train.shape
-        task = task_on(self.task, shape, config)
+        task = task_on(self.task, dataset.train.shape, config)
         _check_batch_size(config, dataset)
         prepare = preparation_for(dataset, config)
         batches = Batches(dataset.train, prepare)
-        preflight = try_model(task, batches, config, method)
+        shape, note_on_labels = shape_for(task, batches)
+        preflight = try_model(task, batches, shape, config, method)
         flat = preflight.flat
         faults = _read_faults(config)
         folder = RunFolder(config)
@@ -326,6 +331,8 @@ class Trainer:
                 folder.storage, lambda: Start.from_folder(folder, config, flat, order=order)
             )
             start.sentences.extend(_notes_on(preflight, method))
+            if note_on_labels:
+                start.sentences.append(note_on_labels)
             if isinstance(dataset.train, IterableStyle):
                 start.sentences.append(dataset.train.note)
             start.sentences.extend(
@@ -495,7 +502,11 @@ class Trainer:
             recorder.close()
 
 
-def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None:
+def _as_task(
+    task: Task | OwnFactory | str, loss: OwnLoss | None, count: OwnCount | None
+) -> Task | None:
+    if count is not None and loss is None:
+        raise ConfigError("count", "needs loss=; a task of your own has a method count(batch)")
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
@@ -508,7 +519,7 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
         return checked_task(task)
     if hasattr(task, "build_model"):
         raise ConfigError("loss", "is for a function that builds a model; this task has its own")
-    return ModelAndLoss(task, loss)
+    return ModelAndLoss(task, loss, count=count)
 
 
 def _settings(name: str, given: _Settings | None, kind: type[_Settings]) -> _Settings:
@@ -548,6 +559,11 @@ def _notes_on(preflight: PreflightResult, method: Method) -> list[str]:
             f"{'are' if count > 1 else 'is'} in evaluation mode, as the model was built, and "
             f"{'stay' if count > 1 else 'stays'} in it; call train() on the built model to train "
             f"with dropout and batch statistics"
+        )
+    if count := preflight.num_uncounted:
+        notes.append(
+            f"none of the first {count} training samples counts, so no step is taken on them: all "
+            f"their labels are -100, or count(batch) of the task is 0; check both"
         )
     moved = preflight.moved
     if moved and not method.is_sync:  # messages do not carry them

@@ -130,6 +130,7 @@ class Worker:
                 has_dynamic_weights=job.config.method.dynamic_weights,
                 needs_all_gradients=self._method.needs_all_gradients,
                 who=lambda: (self.worker_id, self.local_step),
+                labels=job.shape.labels,
             )
         self.runner = RoundRunner(job, self.replica, time_parts=self.parts, worker_id=worker_id)
         self._lock = threading.Lock()
@@ -295,7 +296,7 @@ class Worker:
             self.replica.set_lr(lr)
             self.runner.begin_step(lr)
             loss = self.runner.take_step(partial(self._step, epoch, positions))
-            self.runner.losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
+            self.runner.losses.add(self.local_step - 1, self.replica.batch_count, loss)
 
     def stop_fetching(self) -> None:
         """Wait until no thread reads the training set; see ``raydl.data.loader.Feed``."""
@@ -413,6 +414,7 @@ class Worker:
             left_out=self._feed.left_out,
             residual=runner.residual,
             lost_residuals=runner.pop_lost_residuals(),
+            ignores=self.replica.counter.ignores,
             is_starting=self._feed.is_starting,
             sent_s=time.monotonic(),
             cpu_s=time.process_time(),

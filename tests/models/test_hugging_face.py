@@ -11,6 +11,7 @@ import torch
 
 import raydl
 from raydl import cli
+from raydl.data.samples import part_of
 from raydl.errors import ConfigError
 from raydl.models import hugging_face
 from raydl.models.hugging_face import LocalModel
@@ -161,3 +162,105 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setattr(hugging_face.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"pip install 'elastic-raydl\[transformers\]'"):
         LocalModel(str(tmp_path)).build()
+
+
+def _small_models():
+    """Return tiny models, by the kind of their loss."""
+    import transformers as hf
+
+    bert = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    one = hf.BertConfig(**bert, intermediate_size=32, num_labels=1)
+    bert = hf.BertConfig(**bert, intermediate_size=32, num_labels=3)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    bart = hf.BartConfig(vocab_size=32, d_model=16, max_position_embeddings=16, **sizes, **heads)
+    t5 = hf.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    gpt = hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    llama = hf.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    return {
+        "shifted": hf.GPT2LMHeadModel(gpt),
+        "shifted by the usual function": hf.LlamaForCausalLM(llama),
+        "a decoder whose labels the user shifts": hf.BartForCausalLM(bart),
+        "sequence to sequence": hf.T5ForConditionalGeneration(t5),
+        "masked": hf.BertForMaskedLM(bert),
+        "a class per token": hf.BertForTokenClassification(bert),
+        "a class per sample": hf.BertForSequenceClassification(bert),
+        "a number per sample": hf.BertForSequenceClassification(one),
+    }
+
+
+def _labels_for(kind, tokens):
+    generator = torch.Generator().manual_seed(1)
+    if kind == "a number per sample":
+        return torch.rand(len(tokens), generator=generator)
+    if kind == "a class per sample":
+        return torch.tensor([0, -100, 2, 1, -100, 2])
+    high = 3 if kind == "a class per token" else 32
+    labels = torch.randint(0, high, tokens.shape, generator=generator)
+    ignored = torch.rand(tokens.shape, generator=generator) < torch.arange(6)[:, None] / 6
+    ignored[5, 1:] = True  # only its first label, which a shifted loss does not count
+    ignored[5, 0] = False
+    return labels.masked_fill(ignored, -100)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_model_of_transformers_counts_is_what_its_loss_is_a_mean_over(compiled):
+    tokens = torch.randint(1, 32, (6, 8), generator=torch.Generator().manual_seed(0))
+    for kind, model in _small_models().items():
+        model.eval()
+        task = LossFromForward(lambda m=model: torch.compile(m, backend="eager") if compiled else m)
+        task.build_model(None)
+        batch = {"input_ids": tokens, "labels": _labels_for(kind, tokens)}
+        total = count = 0.0
+        for start in (0, 1, 3, 5):
+            part = part_of(batch, start, {0: 1, 1: 3, 3: 5, 5: 6}[start])
+            if part_count := float(task.count(part)):
+                count += part_count
+                total += part_count * task.loss(model, part).item()
+        assert count == task.count(batch)
+        assert total / count == pytest.approx(task.loss(model, batch).item(), rel=1e-5), kind
+        assert model.training is False
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_the_score_of_padded_texts_does_not_depend_on_the_test_batches(folders, has_labels):
+    task = HuggingFace(f"hf:{folders}/gpt")
+    model = task.build_model(None).eval()
+    generator = torch.Generator().manual_seed(0)
+    batch = {"input_ids": torch.randint(1, 32, (30, 8), generator=generator)}
+    lengths = torch.randint(1, 9, (30, 1), generator=generator)  # 1: nothing to predict
+    batch["attention_mask"] = (torch.arange(8) < lengths).long()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if has_labels:
+        batch["labels"] = labels
+    with torch.no_grad():
+        expected = model(**{**batch, "labels": labels}).loss.item()
+    for size in (1, 7, 30):
+        scores = evaluate(
+            task, model, lambda a, b: part_of(batch, a, b), num_samples=30, batch_size=size
+        )
+        assert scores == {"loss": pytest.approx(expected, rel=1e-5)}
+
+
+@pytest.mark.processes
+def test_the_accuracy_of_a_classifier_is_over_its_labels(folders):
+    task = HuggingFace(f"hf:{folders}/bert")
+    model = task.build_model(None).eval()
+    tokens = torch.randint(0, 32, (4, 8))
+    with torch.no_grad():
+        predicted = model(input_ids=tokens).logits.argmax(1)
+    label = torch.stack([predicted[0], 1 - predicted[1], torch.tensor(-100), torch.tensor(-100)])
+    batch = {"input_ids": tokens, "label": label}
+    for size in (1, 4):
+        scores = evaluate(
+            task, model, lambda a, b: part_of(batch, a, b), num_samples=4, batch_size=size
+        )
+        assert scores["accuracy"] == 0.5
