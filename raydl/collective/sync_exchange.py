@@ -376,7 +376,6 @@ class GatheredExchange:
         self._feedback = _Feedback(feedback, sends, group.num_workers)
         self._codec = feedback.codec
         self._share_of_round = share_of_round
-        self._feedback = feedback
         self._work: Work | None = None
         self._tally, self._sums = Tally(0, 0, 0.0), Header()
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
