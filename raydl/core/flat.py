@@ -314,6 +314,7 @@ def _check_module(model: object, name: str) -> None:
         raise ShapeError(
             name, f"must be a torch.nn.Module, but its builder returned an object of type {kind}"
         )
+    _check_whole(model, name)
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ShapeError(
             name,
@@ -336,6 +337,37 @@ def _check_module(model: object, name: str) -> None:
                 name,
                 f"has {key}, {tensor.layout} of {tensor.dtype}, which checkpoints cannot hold; "
                 f"register it with persistent=False, or convert it to a dense real tensor",
+            )
+
+
+def _check_whole(model: nn.Module, name: str) -> None:
+    """Raise a ShapeError if this process does not hold each tensor of a model as plain memory.
+
+    By the names of classes: most processes have never imported torch.distributed.tensor.
+    """
+    for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not hasattr(type(tensor), "__tensor_flatten__"):
+            continue
+        kind = type(tensor).__name__
+        if kind == "DTensor":
+            raise ShapeError(
+                name,
+                f"has {key}, a DTensor, of which each process may hold a part, but raydl needs "
+                f"whole tensors in every worker; give it the model before fully_shard, "
+                f"parallelize_module or distribute_tensor",
+            )
+        raise ShapeError(
+            name,
+            f"has {key}, a {kind}, which wraps other tensors, but raydl needs plain tensors; give "
+            f"it the model before the conversion to {kind}",
+        )
+    for key, module in model.named_modules():  # between its passes it may hold whole tensors
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise ShapeError(
+                name,
+                f"has {key or 'a model'} prepared by fully_shard, which splits tensors between "
+                f"processes, but raydl needs whole tensors in every worker; give it the model "
+                f"before fully_shard",
             )
 
 
