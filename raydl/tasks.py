@@ -237,11 +237,17 @@ class LanguageModel:
 def build_model(task: Task, shape: DataShape, *, seed: int) -> nn.Module:
     """Return a new model, built from a seed, the same in all processes of a run.
 
+    A task may name buffers of its model to average, as a module does (``averaged_buffers``).
+
     Raises:
         ShapeError: if the model does not take the data.
     """
     seed_everything(seed)
-    return task.build_model(shape)
+    model: Any = task.build_model(shape)
+    named = getattr(task, "averaged_buffers", ())
+    if named:
+        model.averaged_buffers = [*getattr(model, "averaged_buffers", ()), *named]
+    return model  # type: ignore[no-any-return]
 
 
 def task_for(model: str | ModelFactory, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:

@@ -1,11 +1,11 @@
-"""Parameters, gradients and float buffers of a model as three contiguous tensors.
+"""Parameters, gradients and running statistics of a model as three contiguous tensors.
 
-All trainable parameters become views of one tensor, their gradients views of a second, the float
-buffers (batch-norm statistics) views of a third. No other module of raydl computes an offset.
+All trainable parameters become views of one tensor, their gradients views of a second, the running
+statistics (of batch norm) views of a third. No other module of raydl computes an offset.
 
-The rest of a model, its *non-trainable state*, is not moved: frozen parameters, integer buffers,
-buffers of another dtype than the weights, and masks. Exchanges do not average it;
-``raydl.core.non_trainable.NonTrainableState`` makes it equal in all processes at the start.
+The rest of a model, its *non-trainable state*, is not moved: frozen parameters and all other
+buffers. Exchanges do not average it; ``raydl.core.non_trainable.NonTrainableState`` makes it equal
+in all processes at the start.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from raydl.core.non_trainable import (
     NonTrainable,
     NonTrainableState,
+    Place,
     can_be_kept,
     places_of,
     tensor_of,
 )
+from raydl.core.sharing import check_sharing, memory_of, trained_parameters
 from raydl.errors import ShapeError
 
 
@@ -33,7 +35,7 @@ class FlatModel:
     """A model whose trained state lives in three flat tensors.
 
     Args:
-        model: modified in place: its parameters and float buffers become views.
+        model: modified in place: its parameters and running statistics become views.
         name: name of the model, for error messages.
         non_trainable: names of the non-trainable state of the run's first model, so that all
             processes average the same buffers, or None if this is the first model.
@@ -42,13 +44,14 @@ class FlatModel:
         model: the module itself.
         weights: all trainable parameters, shape [num_parameters].
         gradients: their gradients, shape [num_parameters]; autograd accumulates into it.
-        buffers: the float buffers that exchanges average, shape [num_buffers]: buffers in the state
-            dict, of the dtype of the weights, with finite values.
+        buffers: the running statistics, which exchanges average, shape [num_buffers]; see
+            ``_statistics``.
         non_trainable: all other tensors of the model.
 
     Raises:
         ShapeError: if ``model`` is not a module, has nothing to train, has parameters of several
-            dtypes or devices, or has state that is not a tensor.
+            dtypes or devices, has state that is not a tensor, has tensors that overlap, or names
+            buffers to average that it does not have.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class FlatModel:
         self._name = name or type(model).__name__
         self.model = model
         _check_module(model, self._name)
-        self._parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        self._parameters = trained_parameters(model)
         first = _one_kind(list(self._parameters.values()), self._name)
         self._buffers = {
             k: b
-            for k, b in _averaged_buffers(model, first.dtype)
+            for k, b in _statistics(model, first.dtype, self._name).items()
             if (k not in non_trainable if non_trainable is not None else is_finite(b))
         }
         self.weights = _gather(list(self._parameters.values()), first)
@@ -72,20 +75,33 @@ class FlatModel:
         ``watch_gradients``."""
         self._hooks: list[Any] = []
         places = places_of(model)
-        # Compared by identity: a parameter may be registered elsewhere as a buffer.
-        flat = {id(tensor) for tensor in (*self._parameters.values(), *self._buffers.values())}
+        self._holders = self._holders_in(places)
+        flat = {id(holder.tensor) for holders in self._holders.values() for holder in holders}
         self.non_trainable = NonTrainableState(
             self._name, {k: p for k, p in places.items() if id(p.get()) not in flat}
         )
         weights, buffers = self.named(self.weights, self.buffers)
         gradients, _ = self.named(self.gradients, self.buffers)
-        self._views = [(p, weights[k]) for k, p in self._parameters.items()]
-        for key, parameter in self._parameters.items():
-            parameter.data = weights[key]
-            parameter.grad = gradients[key]
-        self._buffer_views = [(places[k], b, buffers[k]) for k, b in self._buffers.items()]
-        for key, buffer in self._buffers.items():
-            buffer.data = buffers[key]
+        self._views = {**weights, **buffers}
+        for key, holders in self._holders.items():
+            for holder in holders:
+                holder.hold(self._views[key])
+                if key in gradients and isinstance(holder.tensor, nn.Parameter):
+                    holder.tensor.grad = gradients[key]
+
+    def _holders_in(self, places: Mapping[str, Place]) -> dict[str, list[_Holder]]:
+        """Return the tensors of the model that are one with each flattened tensor, by its name.
+
+        A frozen parameter or a buffer over the memory of a trainable parameter follows it.
+        """
+        flat = {**self._parameters, **self._buffers}
+        names = {memory_of(tensor): key for key, tensor in flat.items()}
+        holders: dict[str, list[_Holder]] = {key: [] for key in flat}
+        for name, place in places.items():
+            tensor = place.get()
+            if tensor is not None and (key := names.get(memory_of(tensor))) is not None:
+                holders[key].append(_Holder(name, tensor, place))
+        return holders
 
     @property
     def num_parameters(self) -> int:
@@ -106,8 +122,9 @@ class FlatModel:
     def check(model: nn.Module) -> None:
         """Raise a ShapeError if a model cannot be flattened; the model is not modified."""
         _check_module(model, type(model).__name__)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        _one_kind(parameters, type(model).__name__)
+        name = type(model).__name__
+        first = _one_kind(list(trained_parameters(model).values()), name)
+        _statistics(model, first.dtype, name)
 
     def release_gradients(self) -> None:
         """Leave the gradients to autograd, for a training loop that zeroes them itself."""
@@ -115,29 +132,46 @@ class FlatModel:
             handle.remove()
         self._hooks, self.num_reached = [], []
         self.gradients = self.weights.new_empty(0)
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        for parameters in self.sharing.values():
+            for parameter in parameters:
+                parameter.grad = None
 
     @property
     def parameters(self) -> list[Tensor]:
         """The trainable parameters, in the order of the flat weights."""
         return list(self._parameters.values())
 
+    @property
+    def sharing(self) -> dict[str, list[Tensor]]:
+        """By name of each flat parameter, all parameters that are one with it, itself included.
+
+        Some may be frozen.
+        """
+        tensors = {key: [h.tensor for h in self._holders[key]] for key in self._parameters}
+        return {key: [t for t in ts if isinstance(t, nn.Parameter)] for key, ts in tensors.items()}
+
     def watch_gradients(self) -> None:
         """Count from now on which parameters each backward pass reaches."""
         self.num_reached = [0] * len(self._parameters)
-        for number, parameter in enumerate(self._parameters.values()):
-            bound = parameter.grad
+        for number, (key, parameters) in enumerate(self.sharing.items()):
+            bound = self._parameters[key].grad
             assert bound is not None
-            watch: Any = parameter.register_post_accumulate_grad_hook
-            self._hooks.append(watch(self._counter(number, bound)))
+            trained = [p for p in parameters if p.requires_grad]
+            for parameter in trained:
+                others = [p for p in trained if p is not parameter]
+                watch: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(watch(self._counter(number, bound, others)))
 
-    def _counter(self, number: int, bound: Tensor) -> Callable[[Tensor], None]:
+    def _counter(
+        self, number: int, bound: Tensor, others: Sequence[Tensor]
+    ) -> Callable[[Tensor], None]:
         def count(parameter: Tensor) -> None:
             self.num_reached[number] += 1
             if parameter.grad is not bound:  # the model's own code had set it to None
                 assert parameter.grad is not None
-                bound.copy_(parameter.grad)
+                # What others over the same memory have accumulated stays.
+                is_begun = any(other.grad is bound for other in others)
+                (bound.add_ if is_begun else bound.copy_)(parameter.grad)
                 parameter.grad = bound
 
         return count
@@ -186,7 +220,7 @@ class FlatModel:
 
         Optimizers of torch skip such parameters.
         """
-        kept = [(self._parameters[name], self._parameters[name].grad) for name in names]
+        kept = [(p, p.grad) for name in names for p in self.sharing[name]]
         for parameter, _ in kept:
             parameter.grad = None
         try:
@@ -204,18 +238,38 @@ class FlatModel:
         Raises:
             ShapeError: if a new tensor has another shape, dtype or device.
         """
-        for parameter, view in self._views:
-            if parameter.data_ptr() != view.data_ptr():
-                self._copy_replaced(view, parameter)
-                parameter.data = view
-        for place, buffer, view in self._buffer_views:
-            now = place.get()
-            if now is not buffer or buffer.data_ptr() != view.data_ptr():
-                self._copy_replaced(view, now)
-                buffer.data = view
-                place.set(buffer)
+        replaced = {
+            key: holder
+            for key, holders in self._holders.items()
+            for holder in holders
+            if holder.is_replaced()
+        }
+        for key, holder in replaced.items():
+            self._take_over(key, holder)
 
-    def _copy_replaced(self, view: Tensor, value: Tensor | None) -> None:
+    def _take_over(self, key: str, replaced: _Holder) -> None:
+        """Copy the new values of a tensor into its view, and lay the tensor over it again."""
+        view, holders = self._views[key], self._holders[key]
+        values = {holder.name: self._checked(view, holder.now) for holder in holders}
+        new = values[replaced.name]
+        for name, value in values.items():
+            if value is not new and not torch.equal(value, new):
+                raise ShapeError(
+                    self._name,
+                    f"replaced {replaced.name} apart from {name}, which had the same memory; "
+                    f"change the values in place, or give each its own memory (clone())",
+                )
+        if key in self._parameters and _is_within(new, self.weights):
+            raise ShapeError(
+                self._name,
+                f"gave {replaced.name} the memory of another parameter during training; tie them "
+                f"where the model is built",
+            )
+        view.copy_(new.detach())
+        for holder in holders:
+            holder.hold(view)
+
+    def _checked(self, view: Tensor, value: Tensor | None) -> Tensor:
         found = "nothing" if value is None else _kind(value)
         if value is None or found != _kind(view):
             raise ShapeError(
@@ -223,7 +277,7 @@ class FlatModel:
                 f"replaced a parameter or buffer of {_kind(view)} by {found}; its shape, dtype and "
                 f"device must not change during training",
             )
-        view.copy_(value.detach())
+        return value
 
     def named(
         self, weights: Tensor, buffers: Tensor
@@ -256,8 +310,9 @@ class FlatModel:
         parameter_views, buffer_views = self.named(weights, buffers)
         others = {key: tensor_of(a, own[key].dtype) for key, a in (non_trainable or {}).items()}
         values = {**parameter_views, **buffer_views, **others}
-        tensors = {**self._parameters, **self._buffers, **own}
-        by_identity = {id(tensors[key]): value for key, value in values.items()}
+        tensors = {key: [holder.tensor for holder in self._holders[key]] for key in self._views}
+        tensors |= {key: [tensor] for key, tensor in own.items()}
+        by_identity = {id(t): value for key, value in values.items() for t in tensors[key]}
         state = self.model.state_dict(keep_vars=True)
         replaced = {key: by_identity.get(id(t), t).detach() for key, t in state.items()}
         return {key: t.cpu().clone() for key, t in replaced.items()} if copies else replaced
@@ -285,7 +340,88 @@ class FlatModel:
         Raises:
             ShapeError: if a name is missing or a shape differs.
         """
+        self._check_tied(state)
         return _pick(state, self._parameters), _pick(state, self._buffers)
+
+    def split_buffers(
+        self, values: Tensor, others: Collection[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the running statistics, and the other buffers by name, of a replica's saved state.
+
+        Earlier versions averaged all float buffers, so that their states have buffers among the
+        flat ones that are non-trainable state now.
+
+        Args:
+            values: the flat buffers of the state.
+            others: names in the non-trainable state that was saved with it.
+
+        Raises:
+            ShapeError: if it is the state of another model.
+        """
+        if values.numel() == self.num_buffers:
+            return values, {}
+        dtype = self.weights.dtype
+        saved = {k: b for k, b in _float_buffers(self.model, dtype) if k not in others}
+        size = sum(b.numel() for b in saved.values())
+        if size != values.numel():
+            problem = f"has float buffers of {size} elements, but the state has {values.numel()}"
+            raise ShapeError(self._name, problem)
+        by_name = _views(values, saved)
+        own = set(self.non_trainable.names)
+        return _pick(by_name, self._buffers), {k: b for k, b in by_name.items() if k in own}
+
+    def _check_tied(self, state: Mapping[str, Tensor]) -> None:
+        """Raise a ShapeError if a saved state has several values for one tensor of the model.
+
+        Earlier versions trained tensors apart that are two objects over the same memory.
+        """
+        for key, holders in self._holders.items():
+            for name in (h.name for h in holders if h.name in state and key in state):
+                if not torch.equal(state[name], state[key]):
+                    raise ShapeError(
+                        self._name,
+                        f"has {name} and {key} over the same memory, but they were saved with "
+                        f"different values; give each its own memory (clone()) to resume",
+                    )
+
+
+class _Holder:
+    """A parameter or buffer of the model over a view of a flat tensor.
+
+    Args:
+        name: its name in the model.
+        tensor: the parameter or buffer.
+        place: its slot. A model may assign another tensor to that of a buffer.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, place: Place) -> None:
+        self.name = name
+        self.tensor = tensor
+        self._place = None if isinstance(tensor, nn.Parameter) else place
+        self._address = 0
+
+    @property
+    def now(self) -> Tensor | None:
+        """The present tensor."""
+        return self.tensor if self._place is None else self._place.get()
+
+    def is_replaced(self) -> bool:
+        """Return whether the model has another tensor or other memory now."""
+        if self._place is not None and self._place.get() is not self.tensor:
+            return True
+        return self.tensor.data_ptr() != self._address
+
+    def hold(self, view: Tensor) -> None:
+        """Lay the tensor over a view."""
+        self.tensor.data = view
+        self._address = view.data_ptr()
+        if self._place is not None:
+            self._place.set(self.tensor)
+
+
+def _is_within(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether a tensor begins in the memory of a flat one."""
+    return 0 <= tensor.data_ptr() - flat.data_ptr() < flat.nbytes
 
 
 def is_finite(values: Tensor) -> bool:
@@ -298,8 +434,61 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(float(torch.dot(flat, flat)))
 
 
-def _averaged_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the float buffers of a dtype that are in the state dict; others are not averaged."""
+def _statistics(model: nn.Module, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
+    """Return the buffers of a model that exchanges average, by name.
+
+    These are the running statistics of each module that has a ``running_mean`` and a
+    ``running_var``, as torch's norms do (all its buffers whose names begin with ``running_``), and
+    the buffers that a module names in its attribute ``averaged_buffers``. They are in the state
+    dict and have the dtype of the weights. Other buffers (masks, queues, constants, the vectors of
+    spectral norm) lose their meaning in a mean.
+
+    Raises:
+        ShapeError: if ``averaged_buffers`` names anything else.
+    """
+    candidates = {id(buffer): (key, buffer) for key, buffer in _float_buffers(model, dtype)}
+    statistics: set[int] = set()
+    for prefix, module in model.named_modules():
+        own = {key: b for key, b in module._buffers.items() if b is not None}
+        if {"running_mean", "running_var"} <= own.keys():
+            statistics.update(id(b) for key, b in own.items() if key.startswith("running_"))
+        for key in _named_to_average(module, name):
+            buffer = _buffer_of(module, key)
+            if buffer is None or id(buffer) not in candidates or not is_finite(buffer):
+                raise ShapeError(
+                    name,
+                    f"names {key} in averaged_buffers of {prefix or 'the model'}, which must be a "
+                    f"buffer of {dtype} in its state dict, with finite values below 1e19",
+                )
+            statistics.add(id(buffer))
+    trained = {memory_of(parameter) for parameter in trained_parameters(model).values()}
+    averaged = [candidates[number] for number in candidates if number in statistics]
+    first: dict[Any, tuple[str, Tensor]] = {}
+    for key, buffer in averaged:
+        if memory_of(buffer) not in trained:
+            first.setdefault(memory_of(buffer), (key, buffer))
+    return dict(first.values())
+
+
+def _named_to_average(module: nn.Module, model: str) -> list[str]:
+    """Return the names in the attribute ``averaged_buffers`` of a module, if it has one."""
+    names: Any = getattr(module, "averaged_buffers", ())
+    is_list = isinstance(names, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(name, str) for name in names):
+        problem = f"has averaged_buffers {names!r}, which must be a list of names of buffers"
+        raise ShapeError(model, problem)
+    return list(names)
+
+
+def _buffer_of(module: nn.Module, name: str) -> Tensor | None:
+    try:
+        return module.get_buffer(name)
+    except AttributeError:
+        return None
+
+
+def _float_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the float buffers of a dtype that are in the state dict."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     saved -= {id(parameter) for parameter in model.parameters()}  # registered as both
     for key, buffer in model.named_buffers():
@@ -314,6 +503,7 @@ def _check_module(model: object, name: str) -> None:
         raise ShapeError(
             name, f"must be a torch.nn.Module, but its builder returned an object of type {kind}"
         )
+    _check_whole(model, name)
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ShapeError(
             name,
@@ -336,6 +526,38 @@ def _check_module(model: object, name: str) -> None:
                 name,
                 f"has {key}, {tensor.layout} of {tensor.dtype}, which checkpoints cannot hold; "
                 f"register it with persistent=False, or convert it to a dense real tensor",
+            )
+    check_sharing(model, name)
+
+
+def _check_whole(model: nn.Module, name: str) -> None:
+    """Raise a ShapeError if this process does not hold each tensor of a model as plain memory.
+
+    By the names of classes: most processes have never imported torch.distributed.tensor.
+    """
+    for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not hasattr(type(tensor), "__tensor_flatten__"):
+            continue
+        kind = type(tensor).__name__
+        if kind == "DTensor":
+            raise ShapeError(
+                name,
+                f"has {key}, a DTensor, of which each process may hold a part, but raydl needs "
+                f"whole tensors in every worker; give it the model before fully_shard, "
+                f"parallelize_module or distribute_tensor",
+            )
+        raise ShapeError(
+            name,
+            f"has {key}, a {kind}, which wraps other tensors, but raydl needs plain tensors; give "
+            f"it the model before the conversion to {kind}",
+        )
+    for key, module in model.named_modules():  # between its passes it may hold whole tensors
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise ShapeError(
+                name,
+                f"has {key or 'a model'} prepared by fully_shard, which splits tensors between "
+                f"processes, but raydl needs whole tensors in every worker; give it the model "
+                f"before fully_shard",
             )
 
 

@@ -9,6 +9,7 @@ from raydl.config import TrainConfig
 from raydl.core.flat import FlatModel
 from raydl.core.methods import Method
 from raydl.core.non_trainable import NonTrainable
+from raydl.core.sharing import move
 from raydl.data import Order
 from raydl.faults import FaultPlan
 from raydl.tasks import DataShape, Task, build_model
@@ -56,7 +57,7 @@ def first_model(job: Job, non_trainable: NonTrainable | None, *, device: str = "
     Raises:
         ShapeError: if this process builds a model that differs from the first one.
     """
-    model = build_model(job.task, job.shape, seed=job.config.training.seed).to(device)
+    model = move(build_model(job.task, job.shape, seed=job.config.training.seed), device)
     names = None if non_trainable is None else non_trainable.keys()
     flat = FlatModel(model, name=job.task.name, non_trainable=names)
     if non_trainable is None:

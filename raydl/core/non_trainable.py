@@ -1,14 +1,14 @@
 """The non-trainable state of a model: tensors that are neither trained nor averaged.
 
-These are frozen parameters, integer buffers, buffers of another dtype than the weights, and masks.
-Exchanges do not average them. All processes start with equal ones, and checkpoints hold them.
+These are frozen parameters, and all buffers except running statistics. Exchanges do not average
+them. All processes start with equal ones, and checkpoints hold them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,8 +49,8 @@ class NonTrainableState:
     """Tensors of a model that are neither trained nor averaged.
 
     Every process starts with the state of the run's first model, as all ranks of torch's DDP do.
-    From then on each replica keeps its own: frozen parameters are never sent, and for buffers that
-    cannot be averaged (a batch counter) the center has the values of one worker.
+    From then on each replica keeps its own: frozen parameters are never sent, and the center has
+    the buffers (a queue, a batch counter) of the worker of rank 0.
 
     Values are sent as NumPy arrays by the names in the model. A dtype that NumPy lacks, such as
     bfloat16, is sent as integers of the same size.
@@ -133,7 +133,7 @@ class NonTrainableState:
             self._places[name].set(torch.as_tensor(values).to(tensor.device, copy=True))
             return
         with torch.no_grad():
-            if loaded.shape == tensor.shape and not _shares_elements(tensor):
+            if loaded.shape == tensor.shape and not shares_elements(tensor):
                 tensor.copy_(loaded)
             else:  # a buffer that grows, or an expanded one
                 tensor.data = loaded.to(tensor.device)
@@ -204,11 +204,25 @@ class BufferChanges:
     def __init__(self, non_trainable: NonTrainableState) -> None:
         self._non_trainable = non_trainable
         self._sent: dict[str, Tensor] = {}
+        self.has_begun = False
+        """Whether changes were returned; if not, the next ones are all since the mark."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the buffers in the state dict."""
+        return tuple(self._saved())
+
+    def _saved(self) -> dict[str, Tensor]:
+        state = self._non_trainable
+        return {k: t.detach() for k, t in state.buffers().items() if state.is_saved(k)}
+
+    def forget(self) -> None:
+        """Forget what was returned: the receiver has other values, or the marked ones."""
+        self._sent, self.has_begun = {}, False
 
     def pop_changes(self) -> dict[str, np.ndarray]:
         """Return copies of the buffers in the state dict that changed since they were returned."""
-        state = self._non_trainable
-        now = {k: t.detach() for k, t in state.buffers().items() if state.is_saved(k)}
+        now, self.has_begun = self._saved(), True
         flags = [_differs_from(t, self._last_sent(k, t)) for k, t in now.items()]
         is_new = torch.stack([f.to(flags[0].device) for f in flags]).tolist() if flags else []
         changes = {k: t for (k, t), new in zip(now.items(), is_new, strict=True) if new}
@@ -224,19 +238,25 @@ class BufferChanges:
         return self._sent.get(name)
 
 
-def places_of(model: nn.Module) -> dict[str, Place]:
-    """Return the slot of each parameter and buffer by name; of several names, by the first."""
+def slots_of(model: nn.Module) -> Iterator[tuple[str, Place, Tensor]]:
+    """Yield (name, slot, tensor) of all parameters and buffers, also of one under further names."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    places: dict[str, Place] = {}
-    visited: set[int] = set()
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is None or id(tensor) in visited or not can_be_kept(tensor):
-                    continue
-                visited.add(id(tensor))
-                name = f"{prefix}.{key}" if prefix else key
-                places[name] = Place(tensors, key, is_saved=id(tensor) in saved)
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    yield name, Place(tensors, key, is_saved=id(tensor) in saved), tensor
+
+
+def places_of(model: nn.Module) -> dict[str, Place]:
+    """Return the slot of each parameter and buffer by name; of several names, by the first."""
+    places: dict[str, Place] = {}
+    visited: set[int] = set()
+    for name, place, tensor in slots_of(model):
+        if id(tensor) not in visited and can_be_kept(tensor):
+            visited.add(id(tensor))
+            places[name] = place
     return places
 
 
@@ -268,7 +288,7 @@ def _array_of(tensor: Tensor) -> np.ndarray:
         return tensor.view(_INTEGERS[tensor.element_size()]).numpy()
 
 
-def _shares_elements(tensor: Tensor) -> bool:
+def shares_elements(tensor: Tensor) -> bool:
     """Whether elements share memory, as after ``expand``, so that they cannot be written."""
     return any(
         size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)

@@ -36,6 +36,7 @@ from torch.optim import LBFGS, Optimizer
 from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
 from raydl.core.rules import lr_factor
+from raydl.core.sharing import trained_parameters
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
 
@@ -110,7 +111,7 @@ def make_optimizer(
 def _parameters_of(model: nn.Module | None) -> list[tuple[str, Tensor]]:
     """Return (name, tensor) of the trained parameters, in the order of the flat tensor."""
     assert model is not None, "an optimizer that depends on layers needs the model"
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return list(trained_parameters(model).items())
 
 
 def _over(

@@ -645,9 +645,11 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
         """Load a state of ``state_dict``; without ``copies`` the optimizer keeps its tensors."""
         self.flat.weights.copy_(state["weights"])
-        self.flat.buffers.copy_(state["buffers"])
+        untrained = state.get("untrained", {})  # not in older checkpoints
+        buffers, others = self.flat.split_buffers(state["buffers"], untrained)
+        self.flat.buffers.copy_(buffers)
         self.flat.gradients.copy_(state["gradients"])
-        self.flat.non_trainable.load(state.get("untrained", {}))  # not in older checkpoints
+        self.flat.non_trainable.load({**untrained, **others})
         self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])

@@ -264,9 +264,15 @@ class ClientSession:
         completion = None
         if buffers is not None:
             num_bytes, self.num_bytes = self.num_bytes, 0
-            changes = self._buffer_changes.pop_changes()
+            changes, replaces = self._pop_buffer_changes()
             completion = Completion(
-                header, self.local_step, self.num_trained, self.lr, num_bytes, changes
+                header,
+                self.local_step,
+                self.num_trained,
+                self.lr,
+                num_bytes,
+                changes,
+                replaces,
             )
         tally = self.tally(header)
         return Request(
@@ -281,6 +287,18 @@ class ClientSession:
             distrust=distrust,
             share_of_round=tally.share_of_round,
         )
+
+    def _pop_buffer_changes(self) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+        """Return changed buffers, and the names of all if they are the first of this worker.
+
+        The center takes them from rank 0 alone: a mixture of several workers' would fit none. So
+        the others compare nothing, and when one of them becomes rank 0 it sends all changes.
+        """
+        if self.assignment is None or self.assignment.rank != 0:
+            self._buffer_changes.forget()
+            return {}, ()
+        replaces = () if self._buffer_changes.has_begun else self._buffer_changes.names
+        return self._buffer_changes.pop_changes(), replaces
 
     def raise_if(self, refusal: str) -> None:
         """Raise an ExchangeError if the text of a refusal is not empty."""

@@ -334,7 +334,8 @@ class Coordinator:
             num_steps = completion.local_step - member.local_step
             member.local_step, member.completion = completion.local_step, completion
             self._members.note_step(worker_id, completion.header.step_s)
-            self._non_trainable.update(completion.non_trainable)
+            if self._members.rank_of(worker_id) == 0:
+                self._take_buffers(completion)
             self._aggregator.add(
                 completion.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
@@ -353,6 +354,12 @@ class Coordinator:
             member.answered = request.message_id.sequence, assignment
             self._changed.notify_all()
             return assignment
+
+    def _take_buffers(self, completion: Completion) -> None:
+        """Take the buffers of rank 0 that are not averaged."""
+        for name in completion.replaces:
+            self._non_trainable.pop(name, None)
+        self._non_trainable.update(completion.non_trainable)
 
     def _complete(self, worker_id: str, num_trained: int | None = None) -> bool:
         """Count a worker's trained positions as done; return whether an evaluation is due.

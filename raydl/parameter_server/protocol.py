@@ -66,7 +66,11 @@ class Completion:
     num_bytes: int
     """Bytes that this worker sent and received since its last completion."""
     non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
-    """By name, the non-averaged buffers that have changed since the last completion."""
+    """By name, the buffers of rank 0 that are not averaged and have changed since its last
+    completion; of other ranks none."""
+    replaces: tuple[str, ...] = ()
+    """In the first completion of a worker as rank 0, the names of all these buffers: those that are
+    not in ``non_trainable`` are as in the run's first model."""
 
 
 @dataclass(frozen=True)

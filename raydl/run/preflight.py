@@ -146,9 +146,10 @@ def first_samples(batches: Batches, wanted: int) -> Any:
 def _check_gradients(task: Task, flat: FlatModel, batch: Batch) -> None:
     """Raise a ShapeError if the loss of a batch gives no gradient to some parameter."""
     loss = task.loss(flat.model, batch)
-    gradients = torch.autograd.grad(loss, flat.parameters, allow_unused=True)
-    names, _ = flat.named(flat.weights, flat.buffers)
-    without = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    named = [(name, p) for name, ps in flat.sharing.items() for p in ps if p.requires_grad]
+    gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    reached = {name for (name, _), g in zip(named, gradients, strict=True) if g is not None}
+    without = [name for name in flat.sharing if name not in reached]
     if without:
         raise ShapeError(task.name, no_gradient_text(without))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import math
 import time
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from raydl.config import TrainConfig
-from raydl.core.center import Snapshot
+from raydl.core.center import Snapshot, as_arrays, as_tensors
 from raydl.core.job import Job, first_model
 from raydl.core.non_trainable import NonTrainable
 from raydl.core.scores import Evaluated, score_of
@@ -125,6 +127,11 @@ class Evaluator:
         self._best = -math.inf
         self.num_scored = 0
         """Test samples scored so far, of the snapshot in progress."""
+
+    @property
+    def has_non_trainable(self) -> bool:
+        """Whether the model has state that is not averaged."""
+        return bool(self._flat.non_trainable.names)
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot, and its predictions for the examples."""
@@ -278,6 +285,7 @@ class Scorer:
         try:
             group.begin_score()
             share = share_of(rank, self._speeds(group))
+            snapshot = self._with_buffers_of_first(snapshot, group)
             start = self._clock()
             own = self._evaluator.sums(snapshot, share, before_batch=group.raise_if_abandoned)
             self._note_speed(own, self._clock() - start)
@@ -285,6 +293,16 @@ class Scorer:
             return self._evaluator.evaluated(snapshot, parts) if rank == 0 else None
         finally:
             self._is_scoring = False
+
+    def _with_buffers_of_first(self, snapshot: Snapshot, group: ScoringGroup) -> Snapshot:
+        """Return a snapshot with the non-trainable state of rank 0, which the center has."""
+        if not self._evaluator.has_non_trainable:
+            return snapshot
+        own = io.BytesIO()
+        if group.place[0] == 0:
+            torch.save(as_tensors(snapshot.non_trainable), own)
+        first = torch.load(io.BytesIO(group.gather(own.getvalue())[0]), weights_only=True)
+        return dataclasses.replace(snapshot, non_trainable=as_arrays(first))
 
     def _speeds(self, group: ScoringGroup) -> list[float]:
         """Return a speed of each worker; all have the same unit."""

@@ -15,7 +15,7 @@ import math
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ from raydl.core.progress import Progress
 from raydl.core.replica import Replica
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule, Sends
+from raydl.core.sharing import memory_of, trained_parameters
 from raydl.core.strategy import Strategy
 from raydl.data import DataShape
 from raydl.elastic.rendezvous import Age, Signal, age_of
@@ -128,7 +129,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     if config.scaling.min_workers < 1:
         raise ConfigError("num_workers", f"must be 1 or more, got {config.scaling.wanted()}")
     method = resolve(config, rule)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = list(trained_parameters(model).values())
     check_weights(name, trained, config, method)
     if method.has_custom_rule:
         size = sum(p.numel() for p in trained)
@@ -180,9 +181,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ConfigError(
             "optimizer", "cannot be LBFGS: it computes the loss several times in a step"
         )
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
-    missing = [name for key, name in trained.items() if key not in held]
+    held = {id(p): p for p in parameters_of(optimizer) if p.requires_grad}
+    known = {id(p) for p in model.parameters()}
+    # By memory: a tensor under two names is trained if the optimizer has one of them.
+    stepped = {memory_of(p) for key, p in held.items() if key in known}
+    trained = trained_parameters(model)
+    missing = [name for name, p in trained.items() if memory_of(p) not in stepped]
     if missing:
         raise ConfigError(
             "optimizer",
@@ -190,7 +194,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"{missing[0]}; build it from model.parameters(), and call requires_grad_(False) on "
             f"parameters that are not trained",
         )
-    others = len(held - trained.keys())
+    others = len(held.keys() - known)
     if others:
         raise ConfigError(
             "optimizer",
@@ -223,12 +227,13 @@ def _text_of_rule(rule: Rule) -> str:
 
 def _layout_of(model: nn.Module) -> str:
     """Return a short text for a model's tensors; models with the same text fit each other."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    first = {memory_of(tensor): name for name, tensor in reversed(named)}
     tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for named in (model.named_parameters(), model.named_buffers())
-        for name, tensor in named
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad, first[memory_of(t)])
+        for name, t in named
     ]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in trained_parameters(model).values())
     return (
         f"{trained:,} trained parameters, {len(tensors)} tensors in all "
         f"({zlib.crc32(repr(tensors).encode()):08x})"
@@ -288,7 +293,7 @@ class Attached(Optimizer):
         )
         self._flat = self._replica.flat
         self._flat.release_gradients()
-        self._exchanged = {id(parameter) for parameter in self._flat.parameters}
+        self._exchanged = {id(p) for ps in self._flat.sharing.values() for p in ps}
         self._runner = RoundRunner(job, self._replica, time_parts=self._parts)
         self._loaded: Snapshot | None = None
         self._loaded_non_trainable: Mapping[str, Any] = {}
@@ -482,8 +487,10 @@ class Attached(Optimizer):
             )
         self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
         if state["local_step"] or self.local_step:
-            self._loaded = _loaded_center(state["center"])
-            self._loaded_non_trainable = state["replica"].get("untrained", {})
+            untrained = state["replica"].get("untrained", {})
+            _, others = self._flat.split_buffers(state["replica"]["buffers"], untrained)
+            self._loaded = _loaded_center(state["center"], self._flat, untrained)
+            self._loaded_non_trainable = {**untrained, **others}
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
         compression = self._job.config.exchange.compression
@@ -710,12 +717,21 @@ _RENAMED = ("progress", "non_trainable")
 """Fields of a snapshot that have other names in a saved state."""
 
 
-def _loaded_center(center: Mapping[str, Any]) -> Snapshot:
-    """Return the center in a saved state."""
+def _loaded_center(
+    center: Mapping[str, Any], flat: FlatModel, untrained: Collection[str]
+) -> Snapshot:
+    """Return the center in a saved state.
+
+    Args:
+        center: from the state.
+        flat: the model.
+        untrained: names of the replica's non-trainable state.
+    """
     names = {field.name for field in dataclasses.fields(Snapshot)}
     kept = {name: value for name, value in center.items() if name in names}
-    arrays = {name: center[name].cpu().numpy() for name in ("weights", "buffers")}
-    others = center.get("untrained", {})
+    buffers, others = flat.split_buffers(center["buffers"].cpu(), untrained)
+    arrays = {"weights": center["weights"].cpu().numpy(), "buffers": buffers.numpy()}
+    others |= center.get("untrained", {})
     non_trainable = {name: tensor.cpu().numpy() for name, tensor in others.items()}
     progress = Progress.from_dict(center)
     return Snapshot(**{**kept, **arrays, "progress": progress, "non_trainable": non_trainable})

@@ -364,6 +364,8 @@ def test_attached_models_of_another_layout_are_refused():
 class Replaces(nn.Module):
     """Assigns new tensors to its parameter and its buffer, as is common."""
 
+    averaged_buffers = ("center",)
+
     def __init__(self, image_shape, num_classes):
         super().__init__()
         self.layer = nn.Linear(16, num_classes)

@@ -71,6 +71,7 @@ def make_coordinator(
     now=None,
     workers=("w0", "w1"),
     ledger=None,
+    non_trainable=None,
     **training,
 ):
     training = training or {"epochs": 2}
@@ -81,7 +82,9 @@ def make_coordinator(
     )
     clock = (lambda: now[0]) if now else (lambda: 0.0)
     ledger = ledger or Ledger(num_samples)
-    coordinator = Coordinator(config, resolve(config), ledger, clock=clock)
+    coordinator = Coordinator(
+        config, resolve(config), ledger, non_trainable=non_trainable or {}, clock=clock
+    )
     coordinator.begin_generation(Membership(1, workers))
     return coordinator
 

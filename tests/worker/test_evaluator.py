@@ -1,5 +1,6 @@
 """The evaluator scores the center on the test set, or on a part of it."""
 
+import dataclasses
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +146,35 @@ def test_workers_score_each_sample_once_and_the_first_has_the_score_of_all(num_w
     alone = Evaluator(ensemble.job, ensemble.batches).evaluate(ensemble.first)
     assert first.metrics == pytest.approx(alone.metrics)
     assert first.predicted == alone.predicted
+
+
+class Shifted(torch.nn.Module):
+    """A linear model with a buffer that is added to its logits, and not averaged."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, num_classes)
+        self.register_buffer("shift", torch.zeros(num_classes))
+
+    def forward(self, images):
+        return self.layer(images.flatten(1)) + self.shift
+
+
+def test_all_workers_score_the_center_with_the_buffers_of_the_first():
+    config = TrainConfig(evaluation=EvaluationConfig(by="workers", batch_size=4))
+    ensemble = Ensemble(config, num_workers=1, model=Shifted)
+    own = [
+        dataclasses.replace(
+            ensemble.first, non_trainable={"shift": np.arange(3, dtype=np.float32) * rank}
+        )
+        for rank in (1, 5)
+    ]
+    scorers = [Scorer(ensemble.job, ensemble.batches) for _ in own]
+    with ThreadPoolExecutor(2) as pool:
+        arguments = zip(scorers, own, colleagues([0.0, 0.0]), strict=True)
+        first, _ = pool.map(lambda each: each[0].score(*each[1:]), arguments)
+    alone = Evaluator(ensemble.job, ensemble.batches).evaluate(own[0])
+    assert first.metrics == pytest.approx(alone.metrics)
 
 
 @pytest.mark.parametrize("speeds", [[1.0], [3.0, 1.0], [0.1, 0.2, 0.3, 0.4], [1e-9, 1e9]])
