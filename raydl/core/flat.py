@@ -24,8 +24,10 @@ from raydl.core.non_trainable import (
     NonTrainableState,
     can_be_kept,
     places_of,
+    plain,
     tensor_of,
 )
+from raydl.core.state_names import check_trained, names_by_key, plain_items, state_of
 from raydl.errors import ShapeError
 
 
@@ -57,11 +59,13 @@ class FlatModel:
         self._name = name or type(model).__name__
         self.model = model
         _check_module(model, self._name)
-        self._parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {
+            k: p for k, p in plain_items(model.named_parameters()) if p.requires_grad
+        }
         first = _one_kind(list(self._parameters.values()), self._name)
         self._buffers = {
             k: b
-            for k, b in _averaged_buffers(model, first.dtype)
+            for k, b in plain_items(_averaged_buffers(model, first.dtype))
             if (k not in non_trainable if non_trainable is not None else is_finite(b))
         }
         self.weights = _gather(list(self._parameters.values()), first)
@@ -72,6 +76,8 @@ class FlatModel:
         ``watch_gradients``."""
         self._hooks: list[Any] = []
         places = places_of(model)
+        self._names = names_by_key(state_of(model, self._name), places, self._name)
+        """By plain key of the state dict, the name of its tensor in the model."""
         # Compared by identity: a parameter may be registered elsewhere as a buffer.
         flat = {id(tensor) for tensor in (*self._parameters.values(), *self._buffers.values())}
         self.non_trainable = NonTrainableState(
@@ -106,6 +112,7 @@ class FlatModel:
     def check(model: nn.Module) -> None:
         """Raise a ShapeError if a model cannot be flattened; the model is not modified."""
         _check_module(model, type(model).__name__)
+        check_trained(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         _one_kind(parameters, type(model).__name__)
 
@@ -239,7 +246,7 @@ class FlatModel:
         *,
         copies: bool = True,
     ) -> dict[str, Tensor]:
-        """Return the model's whole state dict with other values.
+        """Return the model's whole state dict with other values, under its plain keys.
 
         Every tensor is a copy on the CPU, or without ``copies`` a view, valid until the next step.
         Names that share one tensor in the model (tied weights) get the same values.
@@ -255,11 +262,9 @@ class FlatModel:
         own = self.non_trainable.tensors()
         parameter_views, buffer_views = self.named(weights, buffers)
         others = {key: tensor_of(a, own[key].dtype) for key, a in (non_trainable or {}).items()}
-        values = {**parameter_views, **buffer_views, **others}
-        tensors = {**self._parameters, **self._buffers, **own}
-        by_identity = {id(tensors[key]): value for key, value in values.items()}
-        state = self.model.state_dict(keep_vars=True)
-        replaced = {key: by_identity.get(id(t), t).detach() for key, t in state.items()}
+        values = {**own, **parameter_views, **buffer_views, **others}
+        state = dict(plain_items(self.model.state_dict(keep_vars=True).items()))
+        replaced = {k: values.get(self._names.get(k, ""), t).detach() for k, t in state.items()}
         return {key: t.cpu().clone() for key, t in replaced.items()} if copies else replaced
 
     def load_non_trainable(self, state: Mapping[str, Tensor], unsaved: NonTrainable) -> None:
@@ -272,12 +277,11 @@ class FlatModel:
         Raises:
             ShapeError: if a name is missing or a shape differs.
         """
-        saved = {
-            k: t for k, t in self.non_trainable.tensors().items() if self.non_trainable.is_saved(k)
-        }
+        own, values = self.non_trainable, self._by_name(state)
+        saved = {k: t for k, t in own.tensors().items() if own.is_saved(k)}
         for key, tensor in saved.items():  # a buffer may have changed its shape since
-            _require_like(state, key, tensor if isinstance(tensor, nn.Parameter) else None)
-        self.non_trainable.load({**unsaved, **{key: state[key] for key in saved}})
+            _require_like(values, key, tensor if isinstance(tensor, nn.Parameter) else None)
+        own.load({**unsaved, **{key: values[key] for key in saved}})
 
     def flatten(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (weights, buffers) as flat CPU tensors from a state dict of this model.
@@ -285,7 +289,13 @@ class FlatModel:
         Raises:
             ShapeError: if a name is missing or a shape differs.
         """
-        return _pick(state, self._parameters), _pick(state, self._buffers)
+        values = self._by_name(state)
+        return _pick(values, self._parameters), _pick(values, self._buffers)
+
+    def _by_name(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a saved state by the names in the model."""
+        saved = {plain(key): tensor for key, tensor in state.items()}
+        return {name: saved[key] for key, name in self._names.items() if key in saved}
 
 
 def is_finite(values: Tensor) -> bool:
@@ -327,7 +337,7 @@ def _check_module(model: object, name: str) -> None:
                 f"has {type(module).__name__} with extra state (get_extra_state), which "
                 f"checkpoints cannot hold; keep it in buffers",
             )
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    for key, tensor in state_of(model, name).items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise ShapeError(name, f"has a {kind} in its state dict, {key}; keep it in a buffer")

@@ -35,6 +35,7 @@ from torch.optim import LBFGS, Optimizer
 
 from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
+from raydl.core.non_trainable import plain
 from raydl.core.rules import lr_factor
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
@@ -110,7 +111,7 @@ def make_optimizer(
 def _parameters_of(model: nn.Module | None) -> list[tuple[str, Tensor]]:
     """Return (name, tensor) of the trained parameters, in the order of the flat tensor."""
     assert model is not None, "an optimizer that depends on layers needs the model"
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [(plain(name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _over(
@@ -175,7 +176,7 @@ def _group_key_of(name: str, parameter: Tensor, config: OptimizerConfig) -> _Gro
 
 def _group_number(name: str, groups: Sequence[ParamGroup]) -> int:
     """Return the number, from 1, of the first group whose pattern matches a name; 0: none."""
-    matching = (n for n, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
+    matching = (n for n, group in enumerate(groups, 1) if fnmatchcase(name, plain(group.pattern)))
     return next(matching, 0)
 
 
@@ -547,7 +548,7 @@ def _check_patterns(groups: Sequence[ParamGroup], names: Sequence[str]) -> None:
     for number, group in enumerate(groups, 1):
         if number in used:
             continue
-        if any(fnmatchcase(name, group.pattern) for name in names):
+        if any(fnmatchcase(name, plain(group.pattern)) for name in names):
             problem = "matches only parameters that an earlier pattern matches; put it first"
         else:
             others = f" and {len(names) - 2} more" if len(names) > 2 else ""

@@ -10,6 +10,7 @@ from raydl.checkpoint.best import read_best
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig
 from raydl.config.custom_code import hugging_face_folder
+from raydl.core.state_names import own_keys
 from raydl.data import Batches, Dataset, Normalizer, load, preparation_for
 from raydl.data.generators import callers_generators_kept
 from raydl.errors import DataError, UntrustedCodeError
@@ -59,7 +60,7 @@ def score_run(
     torch.set_num_threads(1)
     model = build_model(task, dataset.train.shape, seed=config.training.seed)
     try:
-        model.load_state_dict(center)
+        model.load_state_dict(own_keys(model, center))
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
     statistics = folder.normalization()
