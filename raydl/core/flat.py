@@ -39,6 +39,9 @@ class FlatModel:
         name: name of the model, for error messages.
         non_trainable: names of the non-trainable state of the run's first model, so that all
             processes average the same buffers, or None if this is the first model.
+        unfrozen: names of parameters that were frozen in the run's first model and are trained
+            since then, in the order in which that began. They come last in the flat tensors, so
+            that all elements before them keep their places.
 
     Attributes:
         model: the module itself.
@@ -47,6 +50,7 @@ class FlatModel:
         buffers: the float buffers that exchanges average, shape [num_buffers]: buffers in the state
             dict, of the dtype of the weights, with finite values.
         non_trainable: all other tensors of the model.
+        unfrozen: as given.
 
     Raises:
         ShapeError: if ``model`` is not a module, has nothing to train, has parameters of several
@@ -54,14 +58,21 @@ class FlatModel:
     """
 
     def __init__(
-        self, model: nn.Module, *, name: str = "", non_trainable: Collection[str] | None = None
+        self,
+        model: nn.Module,
+        *,
+        name: str = "",
+        non_trainable: Collection[str] | None = None,
+        unfrozen: Sequence[str] = (),
     ) -> None:
         self._name = name or type(model).__name__
         self.model = model
+        self.unfrozen = tuple(unfrozen)
         _check_module(model, self._name)
-        self._parameters = {
-            k: p for k, p in plain_items(model.named_parameters()) if p.requires_grad
-        }
+        _unfreeze(model, self.unfrozen, self._name)
+        trained = {k: p for k, p in plain_items(model.named_parameters()) if p.requires_grad}
+        last = {k: trained.pop(k) for k in self.unfrozen}
+        self._parameters = {**trained, **last}
         first = _one_kind(list(self._parameters.values()), self._name)
         self._buffers = {
             k: b
@@ -75,6 +86,9 @@ class FlatModel:
         """For each parameter, the number of backward passes that reached it; empty until
         ``watch_gradients``."""
         self._hooks: list[Any] = []
+        self.newly_trained: set[str] = set()
+        """Names of frozen parameters that a backward pass has given a gradient, since the model's
+        own code has unfrozen them; after ``watch_gradients``."""
         places = places_of(model)
         self._names = names_by_key(state_of(model, self._name), places, self._name)
         """By plain key of the state dict, the name of its tensor in the model."""
@@ -130,14 +144,58 @@ class FlatModel:
         """The trainable parameters, in the order of the flat weights."""
         return list(self._parameters.values())
 
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return (name, parameter) of the trained parameters, in the order of the flat weights."""
+        return list(self._parameters.items())
+
+    def first_parameters(self, num_elements: int) -> list[Tensor]:
+        """Return the parameters of a saved state, which may lack the last of ``unfrozen``.
+
+        Args:
+            num_elements: number of elements of the flat weights in that state.
+
+        Raises:
+            ShapeError: if it is the state of another model.
+        """
+        count, left = len(self._parameters), self.num_parameters - num_elements
+        while left > 0 and count > len(self._parameters) - len(self.unfrozen):
+            count -= 1
+            left -= self.layer_sizes[count]
+        if left:
+            raise ShapeError(
+                self._name,
+                f"has {self.num_parameters:,} trained elements, but a saved state has "
+                f"{num_elements:,}; build the same model to resume",
+            )
+        return self.parameters[:count]
+
+    def with_unfrozen(self, names: Sequence[str]) -> FlatModel:
+        """Return the same model flattened with further parameters, which are trained from now on.
+
+        Args:
+            names: those of ``unfrozen``, and after them new ones.
+        """
+        if tuple(names) == self.unfrozen:
+            return self
+        others = [name for name in self.non_trainable.names if name not in names]
+        return FlatModel(self.model, name=self._name, non_trainable=others, unfrozen=names)
+
     def watch_gradients(self) -> None:
-        """Count from now on which parameters each backward pass reaches."""
+        """Count from now on which parameters each backward pass reaches.
+
+        Frozen parameters are watched, too: their hooks cost nothing while they get no gradient.
+        """
+        for name, tensor in self.non_trainable.tensors().items():
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                self._hooks.append(_on_gradient(tensor, self._noter(name)))
         self.num_reached = [0] * len(self._parameters)
         for number, parameter in enumerate(self._parameters.values()):
             bound = parameter.grad
             assert bound is not None
-            watch: Any = parameter.register_post_accumulate_grad_hook
-            self._hooks.append(watch(self._counter(number, bound)))
+            self._hooks.append(_on_gradient(parameter, self._counter(number, bound)))
+
+    def _noter(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self.newly_trained.add(name)
 
     def _counter(self, number: int, bound: Tensor) -> Callable[[Tensor], None]:
         def count(parameter: Tensor) -> None:
@@ -306,6 +364,26 @@ def is_finite(values: Tensor) -> bool:
     """
     flat = values.reshape(-1)
     return math.isfinite(float(torch.dot(flat, flat)))
+
+
+def _unfreeze(model: nn.Module, names: Sequence[str], model_name: str) -> None:
+    """Let parameters require a gradient."""
+    parameters = dict(plain_items(model.named_parameters()))
+    for name in names:
+        if name not in parameters:
+            problem = f"lacks {name}, which the run trains; build the same model in all processes"
+            raise ShapeError(model_name, problem)
+        parameters[name].requires_grad_(True)
+
+
+def _on_gradient(parameter: Tensor, call: Callable[[Tensor], None]) -> Any:
+    """Have a function called with a parameter after each backward pass that reaches it."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch registers the hook of no other parameter
+    register: Any = parameter.register_post_accumulate_grad_hook
+    handle = register(call)
+    parameter.requires_grad_(is_trained)
+    return handle
 
 
 def _averaged_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -151,6 +151,8 @@ class WorkerReport:
     """Exchange tuning that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that the worker could not read."""
+    unfrozen: tuple[str, ...] = ()
+    """Parameters that its model has unfrozen and that are not trained yet."""
     cpu_s: float = 0.0
     """CPU time of all threads of the process in seconds."""
     is_starting: bool = False
