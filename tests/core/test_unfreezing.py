@@ -325,3 +325,19 @@ def test_frozen_parameters_without_a_gradient_are_not_noticed():
     assert flat.newly_trained == set()
     model(torch.ones(2, 1, 4, 4)).sum().backward()
     assert flat.newly_trained == {"first.bias"}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_workers_in_processes_train_what_they_unfreeze(cluster, method, tmp_path, events):
+    folder = tmp_path / "run"
+    config = MethodConfig(name=method, period=2)
+    best = raydl.CheckpointConfig(keep_best=True)
+    task = Classification(Late)
+    result = trainer(task, folder, config, workers=2, epochs=8, checkpoint=best).fit()
+    assert len(unfrozen_at(events)) == 1
+    num_samples = raydl.data.load("digits").train.num_samples
+    assert result.metrics["samples"] == 8 * num_samples
+    assert moved(folder, "first")
+    assert not result.metrics["stopped_by"]
+    Late((1, 8, 8), 10).load_state_dict(load_file(folder / "best.safetensors"))
