@@ -186,7 +186,9 @@ class FlatModel:
         Frozen parameters are watched, too: their hooks cost nothing while they get no gradient.
         """
         for name, tensor in self.non_trainable.tensors().items():
-            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            if isinstance(tensor, nn.Parameter) and (
+                tensor.is_floating_point() or tensor.is_complex()
+            ):
                 self._hooks.append(_on_gradient(tensor, self._noter(name)))
         self.num_reached = [0] * len(self._parameters)
         for number, parameter in enumerate(self._parameters.values()):

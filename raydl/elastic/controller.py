@@ -585,7 +585,9 @@ class Controller:
             for sentence in self.planned_faults.inflict(self._curves.last):
                 self._log(sentence)
             generation, num_cuts = run.membership.generation, self._plateau.num_cuts
-            if (self._why_stop or self.unfrozen) and not self._stop_voted:
+            # In rounds the worker votes itself, in a round that does not depend on the clock.
+            has_unfrozen = bool(self.unfrozen) and not self._method.is_sync
+            if (self._why_stop or has_unfrozen) and not self._stop_voted:
                 self._stop_voted = True
                 if self._why_stop:
                     self._log_stop()

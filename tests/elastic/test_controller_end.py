@@ -52,8 +52,8 @@ def test_a_run_stops_to_train_what_a_model_has_unfrozen_unless_a_signal_came_too
 ):
     harness = ControllerHarness(is_sync=is_sync).start()
     controller, recorder = harness.controller, harness.recorder
-    assert harness.step(report("w1", 1, unfrozen=("b", "a"))) == [("vote", "stop")]
-    num_events = len(recorder.events)
+    calls = harness.step(report("w1", 1, unfrozen=("b", "a")))
+    assert calls == ([] if is_sync else [("vote", "stop")])  # in rounds the worker votes itself
     if is_signalled:
         controller.request_stop("SIGTERM")
     harness.step(*harness.end("stopped", 3, "w0", "w1"), report("w0", 3, unfrozen=("c",)))
@@ -63,12 +63,12 @@ def test_a_run_stops_to_train_what_a_model_has_unfrozen_unless_a_signal_came_too
     assert controller.unfrozen == ("a", "b", "c")
     assert recorder.checkpoints[-1].unfrozen == ("a", "b", "c")
     assert controller.restarts is not is_signalled
-    assert len(recorder.events) == num_events  # the next start says it
+    # Only a signal is logged here: of the parameters the next start says that they are trained.
+    assert len(recorder.events) == (2 if is_signalled and is_sync else 1)
 
 
-@BOTH
-def test_after_an_abandoned_generation_the_stop_is_voted_again(is_sync):
-    harness = ControllerHarness(is_sync=is_sync).start()
+def test_after_an_abandoned_generation_the_stop_is_voted_again():
+    harness = ControllerHarness(is_sync=False).start()
     harness.step(report("w1", 1, unfrozen=("a",)))
     harness.step(*harness.end("regroup", 2, "w0", "w1"), Published((0, 2)))
     calls = [call for _ in range(3) for call in harness.step(Changed())]
