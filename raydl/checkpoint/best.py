@@ -91,7 +91,8 @@ class BestCenter:
         self.kept: Best | None = None
         """The center in the file, or None if there is no file."""
         self._storage = storage
-        self._flat = flat
+        self.flat = flat
+        """Names the weights."""
         self._epoch = driver_epoch
         self._evaluation = evaluation or EvaluationConfig()
         self._waiting: Evaluated | None = None
@@ -137,7 +138,7 @@ class BestCenter:
         best = Best(progress=waiting.progress, metrics=waiting.metrics, driver_epoch=self._epoch)
         assert waiting.weights is not None, "note_center requires them"
         assert waiting.buffers is not None, "they come with the weights"
-        center = self._flat.state_dict_of(
+        center = self.flat.state_dict_of(
             view_of(waiting.weights), view_of(waiting.buffers), waiting.non_trainable, copies=False
         )
         try:

@@ -74,6 +74,8 @@ def checkpoint_of(
             "totals": totals.to_state(),
             "order": order,
             "untrained": flat.non_trainable.unsaved(),
+            "unfrozen": [*flat.unfrozen, *collected.unfrozen],
+            "num_parameters": len(snapshot.weights),
             "ended": ended,
         },
         workers=collected.workers,

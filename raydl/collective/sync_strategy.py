@@ -310,7 +310,7 @@ class SyncStrategy:
                 self._buffers if is_last else self._buffers[:0],
                 rule=method.rule,
                 make_optimizer=make_optimizer(
-                    method.inner, method.own_optimizer, self._context.flat.model
+                    method.inner, method.own_optimizer, self._context.flat
                 ),
             )
             center.load_optimizer(state)

@@ -219,6 +219,43 @@ def _is_vector(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.shape == (size,)
 
 
+def extended_state(
+    state: dict[str, Any], weights: Tensor, num_elements: int, make_optimizer: MakeOptimizer
+) -> dict[str, Any]:
+    """Return the optimizer state of a center from the state of its first elements.
+
+    The other elements have no state, which equals zeros.
+
+    Args:
+        state: the state of the first elements.
+        weights: the weights of the whole center, shape [n]; they do not change.
+        num_elements: number of the first elements.
+        make_optimizer: builds the optimizer at the center.
+    """
+    if not state or num_elements == weights.numel():
+        return state
+    if "spans" in state:  # joined from several spans
+        further = {**state["spans"][-1][1], "state": {}}
+        return {"spans": [*state["spans"], [weights.numel() - num_elements, further]]}
+    earlier, optimizer = make_optimizer([weights[:num_elements]]), make_optimizer([weights])
+    assert earlier is not None, "it has a state"
+    assert optimizer is not None, "it has a state"
+    load_state(earlier, state)
+    by_start = {tensor.data_ptr(): tensor for tensor in parameters_of(earlier)}
+    for tensor in parameters_of(optimizer):
+        if (first := by_start.get(tensor.data_ptr())) is not None:
+            for key, value in earlier.state[first].items():
+                optimizer.state[tensor][key] = _padded(value, first, tensor)
+    return copied_to_cpu(optimizer.state_dict())  # type: ignore[no-any-return]
+
+
+def _padded(value: Any, first: Tensor, tensor: Tensor) -> Any:
+    """Return a value of an optimizer's state with zeros for further elements of its tensor."""
+    if not isinstance(value, Tensor) or value.shape != first.shape:
+        return value
+    return torch.cat([value, value.new_zeros(tensor.numel() - first.numel())])
+
+
 def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
     """Return the snapshot that a new run starts from.
 

@@ -25,9 +25,11 @@ from raydl.core.non_trainable import (
     Place,
     can_be_kept,
     places_of,
+    plain,
     tensor_of,
 )
 from raydl.core.sharing import check_sharing, memory_of, trained_parameters
+from raydl.core.state_names import check_trained, names_by_key, plain_items, state_of
 from raydl.errors import ShapeError
 
 
@@ -39,6 +41,9 @@ class FlatModel:
         name: name of the model, for error messages.
         non_trainable: names of the non-trainable state of the run's first model, so that all
             processes average the same buffers, or None if this is the first model.
+        unfrozen: names of parameters that were frozen in the run's first model and are trained
+            since then, in the order in which that began. They come last in the flat tensors, so
+            that all elements before them keep their places.
 
     Attributes:
         model: the module itself.
@@ -47,6 +52,7 @@ class FlatModel:
         buffers: the running statistics, which exchanges average, shape [num_buffers]; see
             ``_statistics``.
         non_trainable: all other tensors of the model.
+        unfrozen: as given.
 
     Raises:
         ShapeError: if ``model`` is not a module, has nothing to train, has parameters of several
@@ -55,12 +61,23 @@ class FlatModel:
     """
 
     def __init__(
-        self, model: nn.Module, *, name: str = "", non_trainable: Collection[str] | None = None
+        self,
+        model: nn.Module,
+        *,
+        name: str = "",
+        non_trainable: Collection[str] | None = None,
+        unfrozen: Sequence[str] = (),
     ) -> None:
         self._name = name or type(model).__name__
         self.model = model
+        self.unfrozen = tuple(unfrozen)
         _check_module(model, self._name)
-        self._parameters = trained_parameters(model)
+        _unfreeze(model, self.unfrozen, self._name)
+        trained = trained_parameters(model)
+        # Of two names of one tensor the second is none of its own.
+        self.unfrozen = tuple(k for k in self.unfrozen if k in trained)
+        last = {k: trained.pop(k) for k in self.unfrozen}
+        self._parameters = {**trained, **last}
         first = _one_kind(list(self._parameters.values()), self._name)
         self._buffers = {
             k: b
@@ -74,8 +91,14 @@ class FlatModel:
         """For each parameter, the number of backward passes that reached it; empty until
         ``watch_gradients``."""
         self._hooks: list[Any] = []
+        self.newly_trained: set[str] = set()
+        """Names of frozen parameters that a backward pass has given a gradient, since the model's
+        own code has unfrozen them; after ``watch_gradients``."""
         places = places_of(model)
+        self._names = names_by_key(state_of(model, self._name), places, self._name)
+        """By plain key of the state dict, the name of its tensor in the model."""
         self._holders = self._holders_in(places)
+        # Compared by identity: a parameter may be registered elsewhere as a buffer.
         flat = {id(holder.tensor) for holders in self._holders.values() for holder in holders}
         self.non_trainable = NonTrainableState(
             self._name, {k: p for k, p in places.items() if id(p.get()) not in flat}
@@ -122,6 +145,7 @@ class FlatModel:
     def check(model: nn.Module) -> None:
         """Raise a ShapeError if a model cannot be flattened; the model is not modified."""
         _check_module(model, type(model).__name__)
+        check_trained(model)
         name = type(model).__name__
         first = _one_kind(list(trained_parameters(model).values()), name)
         _statistics(model, first.dtype, name)
@@ -141,6 +165,42 @@ class FlatModel:
         """The trainable parameters, in the order of the flat weights."""
         return list(self._parameters.values())
 
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return (name, parameter) of the trained parameters, in the order of the flat weights."""
+        return list(self._parameters.items())
+
+    def first_parameters(self, num_elements: int) -> list[Tensor]:
+        """Return the parameters of a saved state, which may lack the last of ``unfrozen``.
+
+        Args:
+            num_elements: number of elements of the flat weights in that state.
+
+        Raises:
+            ShapeError: if it is the state of another model.
+        """
+        count, left = len(self._parameters), self.num_parameters - num_elements
+        while left > 0 and count > len(self._parameters) - len(self.unfrozen):
+            count -= 1
+            left -= self.layer_sizes[count]
+        if left:
+            raise ShapeError(
+                self._name,
+                f"has {self.num_parameters:,} trained elements, but a saved state has "
+                f"{num_elements:,}; build the same model to resume",
+            )
+        return self.parameters[:count]
+
+    def with_unfrozen(self, names: Sequence[str]) -> FlatModel:
+        """Return the same model flattened with further parameters, which are trained from now on.
+
+        Args:
+            names: those of ``unfrozen``, and after them new ones.
+        """
+        if tuple(names) == self.unfrozen:
+            return self
+        others = [name for name in self.non_trainable.names if name not in names]
+        return FlatModel(self.model, name=self._name, non_trainable=others, unfrozen=names)
+
     @property
     def sharing(self) -> dict[str, list[Tensor]]:
         """By name of each flat parameter, all parameters that are one with it, itself included.
@@ -151,16 +211,27 @@ class FlatModel:
         return {key: [t for t in ts if isinstance(t, nn.Parameter)] for key, ts in tensors.items()}
 
     def watch_gradients(self) -> None:
-        """Count from now on which parameters each backward pass reaches."""
+        """Count from now on which parameters each backward pass reaches.
+
+        Frozen parameters are watched, too: their hooks cost nothing while they get no gradient.
+        """
+        for name, tensor in self.non_trainable.tensors().items():
+            if isinstance(tensor, nn.Parameter) and (
+                tensor.is_floating_point() or tensor.is_complex()
+            ):
+                self._hooks.append(_on_gradient(tensor, self._noter(name)))
         self.num_reached = [0] * len(self._parameters)
         for number, (key, parameters) in enumerate(self.sharing.items()):
             bound = self._parameters[key].grad
             assert bound is not None
             trained = [p for p in parameters if p.requires_grad]
-            for parameter in trained:
+            for parameter in parameters:
                 others = [p for p in trained if p is not parameter]
-                watch: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks.append(watch(self._counter(number, bound, others)))
+                call = self._counter(number, bound, others)
+                self._hooks.append(_on_gradient(parameter, call))
+
+    def _noter(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self.newly_trained.add(name)
 
     def _counter(
         self, number: int, bound: Tensor, others: Sequence[Tensor]
@@ -293,7 +364,7 @@ class FlatModel:
         *,
         copies: bool = True,
     ) -> dict[str, Tensor]:
-        """Return the model's whole state dict with other values.
+        """Return the model's whole state dict with other values, under its plain keys.
 
         Every tensor is a copy on the CPU, or without ``copies`` a view, valid until the next step.
         Names that share one tensor in the model (tied weights) get the same values.
@@ -309,12 +380,11 @@ class FlatModel:
         own = self.non_trainable.tensors()
         parameter_views, buffer_views = self.named(weights, buffers)
         others = {key: tensor_of(a, own[key].dtype) for key, a in (non_trainable or {}).items()}
-        values = {**parameter_views, **buffer_views, **others}
-        tensors = {key: [holder.tensor for holder in self._holders[key]] for key in self._views}
-        tensors |= {key: [tensor] for key, tensor in own.items()}
-        by_identity = {id(t): value for key, value in values.items() for t in tensors[key]}
-        state = self.model.state_dict(keep_vars=True)
-        replaced = {key: by_identity.get(id(t), t).detach() for key, t in state.items()}
+        views = {**parameter_views, **buffer_views}
+        held = {holder.name: views[k] for k, hs in self._holders.items() for holder in hs}
+        values = {**own, **held, **others}
+        state = dict(plain_items(self.model.state_dict(keep_vars=True).items()))
+        replaced = {k: values.get(self._names.get(k, ""), t).detach() for k, t in state.items()}
         return {key: t.cpu().clone() for key, t in replaced.items()} if copies else replaced
 
     def load_non_trainable(self, state: Mapping[str, Tensor], unsaved: NonTrainable) -> None:
@@ -327,12 +397,11 @@ class FlatModel:
         Raises:
             ShapeError: if a name is missing or a shape differs.
         """
-        saved = {
-            k: t for k, t in self.non_trainable.tensors().items() if self.non_trainable.is_saved(k)
-        }
+        own, values = self.non_trainable, self._by_name(state)
+        saved = {k: t for k, t in own.tensors().items() if own.is_saved(k)}
         for key, tensor in saved.items():  # a buffer may have changed its shape since
-            _require_like(state, key, tensor if isinstance(tensor, nn.Parameter) else None)
-        self.non_trainable.load({**unsaved, **{key: state[key] for key in saved}})
+            _require_like(values, key, tensor if isinstance(tensor, nn.Parameter) else None)
+        own.load({**unsaved, **{key: values[key] for key in saved}})
 
     def flatten(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (weights, buffers) as flat CPU tensors from a state dict of this model.
@@ -340,8 +409,14 @@ class FlatModel:
         Raises:
             ShapeError: if a name is missing or a shape differs.
         """
-        self._check_tied(state)
-        return _pick(state, self._parameters), _pick(state, self._buffers)
+        values = self._by_name(state)
+        self._check_tied(values)
+        return _pick(values, self._parameters), _pick(values, self._buffers)
+
+    def _by_name(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a saved state by the names in the model."""
+        saved = {plain(key): tensor for key, tensor in state.items()}
+        return {name: saved[key] for key, name in self._names.items() if key in saved}
 
     def split_buffers(
         self, values: Tensor, others: Collection[str]
@@ -434,6 +509,26 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(float(torch.dot(flat, flat)))
 
 
+def _unfreeze(model: nn.Module, names: Sequence[str], model_name: str) -> None:
+    """Let parameters require a gradient."""
+    parameters = dict(plain_items(model.named_parameters()))
+    for name in names:
+        if name not in parameters:
+            problem = f"lacks {name}, which the run trains; build the same model in all processes"
+            raise ShapeError(model_name, problem)
+        parameters[name].requires_grad_(True)
+
+
+def _on_gradient(parameter: Tensor, call: Callable[[Tensor], None]) -> Any:
+    """Have a function called with a parameter after each backward pass that reaches it."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch registers the hook of no other parameter
+    register: Any = parameter.register_post_accumulate_grad_hook
+    handle = register(call)
+    parameter.requires_grad_(is_trained)
+    return handle
+
+
 def _statistics(model: nn.Module, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
     """Return the buffers of a model that exchanges average, by name.
 
@@ -491,7 +586,7 @@ def _float_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
     """Yield the float buffers of a dtype that are in the state dict."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     saved -= {id(parameter) for parameter in model.parameters()}  # registered as both
-    for key, buffer in model.named_buffers():
+    for key, buffer in plain_items(model.named_buffers()):
         is_float = buffer.is_floating_point() and buffer.dtype == dtype
         if is_float and id(buffer) in saved and can_be_kept(buffer):
             yield key, buffer
@@ -517,7 +612,7 @@ def _check_module(model: object, name: str) -> None:
                 f"has {type(module).__name__} with extra state (get_extra_state), which "
                 f"checkpoints cannot hold; keep it in buffers",
             )
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    for key, tensor in state_of(model, name).items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise ShapeError(name, f"has a {kind} in its state dict, {key}; keep it in a buffer")

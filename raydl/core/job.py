@@ -44,6 +44,9 @@ class Job:
     """Order of the training samples."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     """Injected faults, for chaos testing."""
+    unfrozen: tuple[str, ...] = ()
+    """Parameters that are trained although the model is built with them frozen; see ``FlatModel``.
+    """
 
 
 def first_model(job: Job, non_trainable: NonTrainable | None, *, device: str = "cpu") -> FlatModel:
@@ -59,7 +62,7 @@ def first_model(job: Job, non_trainable: NonTrainable | None, *, device: str = "
     """
     model = move(build_model(job.task, job.shape, seed=job.config.training.seed), device)
     names = None if non_trainable is None else non_trainable.keys()
-    flat = FlatModel(model, name=job.task.name, non_trainable=names)
+    flat = FlatModel(model, name=job.task.name, non_trainable=names, unfrozen=job.unfrozen)
     if non_trainable is None:
         flat.non_trainable.mark()
     else:

@@ -7,6 +7,7 @@ them. All processes start with equal ones, and checkpoints hold them.
 from __future__ import annotations
 
 import contextlib
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -22,8 +23,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NonTrainable = Mapping[str, np.ndarray]
 """Values of the non-trainable state, or of a part of it, by the names in the model."""
 _NOT_KEPT = {torch.complex128, torch.complex32}
+_COMPILED = "_orig_mod"
+_WITHOUT = re.compile(rf"(?<![^.]){_COMPILED}\.")
 _BLOCK = 1 << 24
 """Elements per step of a checksum."""
+
+
+def plain(name: str) -> str:
+    """Return the name of a tensor without ``_orig_mod``, which ``torch.compile`` inserts."""
+    return name if _COMPILED not in name else _WITHOUT.sub("", name)
 
 
 class Place:
@@ -97,7 +105,8 @@ class NonTrainableState:
         Raises:
             ShapeError: if the model lacks a tensor, or has it with another shape or dtype.
         """
-        for name, values in arrays.items():
+        for key, values in arrays.items():
+            name = plain(key)  # earlier versions saved the names of a compiled model
             if name not in self._places:
                 self._refuse(f"has no {name}, but the run's first model has it")
             tensor = self._places[name].get()
@@ -239,18 +248,18 @@ class BufferChanges:
 
 
 def slots_of(model: nn.Module) -> Iterator[tuple[str, Place, Tensor]]:
-    """Yield (name, slot, tensor) of all parameters and buffers, also of one under further names."""
+    """Yield (plain name, slot, tensor) of all parameters and buffers, under all their names."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
+                    name = plain(f"{prefix}.{key}" if prefix else key)
                     yield name, Place(tensors, key, is_saved=id(tensor) in saved), tensor
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
-    """Return the slot of each parameter and buffer by name; of several names, by the first."""
+    """Return the slot of each parameter and buffer by its plain name; of several, by the first."""
     places: dict[str, Place] = {}
     visited: set[int] = set()
     for name, place, tensor in slots_of(model):

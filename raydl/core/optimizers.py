@@ -35,6 +35,8 @@ from torch.optim import LBFGS, Optimizer
 
 from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
+from raydl.core.flat import FlatModel
+from raydl.core.non_trainable import plain
 from raydl.core.rules import lr_factor
 from raydl.core.sharing import trained_parameters
 from raydl.core.torch_import import without_compiler
@@ -78,7 +80,9 @@ _OF_ALL = {"momentum": "momentum", "nesterov": "nesterov", "initial_accumulator_
 
 
 def make_optimizer(
-    config: OptimizerConfig, own: OwnOptimizer | None = None, model: nn.Module | None = None
+    config: OptimizerConfig,
+    own: OwnOptimizer | None = None,
+    model: FlatModel | nn.Module | None = None,
 ) -> Callable[[list[Tensor]], Optimizer]:
     """Return a function that builds the configured optimizer over one flat tensor.
 
@@ -88,9 +92,10 @@ def make_optimizer(
     Args:
         config: settings of the optimizer.
         own: the user's function, which replaces the named optimizer.
-        model: model whose parameters are views of the flat tensor, in their order, when the
-            function is called. Needed by optimizers that are not elementwise, with parameter
-            groups, and if only matrices decay.
+        model: model whose parameters are views of the flat tensor when the function is called; a
+            module must have them in the order of the flat tensor. Needed by optimizers that are not
+            elementwise, with parameter groups, and if only matrices decay. The function may be
+            given the first of its parameters only, or the first part of the flat tensor.
     """
 
     def build(tensors: list[Tensor]) -> Optimizer:
@@ -98,9 +103,9 @@ def make_optimizer(
         if is_elementwise(config, own) and not has_groups:
             optimizer = _over([("", tensor) for tensor in tensors], config, own)
         elif is_elementwise(config, own) and len(tensors) == 1:
-            optimizer = _over_runs(tensors[0], _parameters_of(model), config)
+            optimizer = _over_runs(tensors[0], _parameters_in(tensors, model), config)
         else:
-            optimizer = _over(_parameters_of(model), config, own)
+            optimizer = _over(_parameters_in(tensors, model), config, own)
         if config.clip_grad_norm is not None:
             optimizer.register_step_pre_hook(_clipper(config.clip_grad_norm))
         return optimizer
@@ -108,10 +113,27 @@ def make_optimizer(
     return build
 
 
-def _parameters_of(model: nn.Module | None) -> list[tuple[str, Tensor]]:
+def _parameters_of(model: FlatModel | nn.Module | None) -> list[tuple[str, Tensor]]:
     """Return (name, tensor) of the trained parameters, in the order of the flat tensor."""
     assert model is not None, "an optimizer that depends on layers needs the model"
+    if isinstance(model, FlatModel):
+        return model.named_parameters()
     return list(trained_parameters(model).items())
+
+
+def _parameters_in(
+    tensors: Sequence[Tensor], model: FlatModel | nn.Module | None
+) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of the parameters that some tensors hold.
+
+    Args:
+        tensors: the flat tensor or its first part, or the first of the parameters themselves.
+        model: the model.
+    """
+    named = _parameters_of(model)
+    size = sum(tensor.numel() for tensor in tensors)
+    ends = itertools.accumulate(parameter.numel() for _, parameter in named)
+    return [pair for pair, end in zip(named, ends, strict=True) if end <= size]
 
 
 def _over(
@@ -176,7 +198,7 @@ def _group_key_of(name: str, parameter: Tensor, config: OptimizerConfig) -> _Gro
 
 def _group_number(name: str, groups: Sequence[ParamGroup]) -> int:
     """Return the number, from 1, of the first group whose pattern matches a name; 0: none."""
-    matching = (n for n, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
+    matching = (n for n, group in enumerate(groups, 1) if fnmatchcase(name, plain(group.pattern)))
     return next(matching, 0)
 
 
@@ -542,13 +564,18 @@ def _sample() -> list[tuple[str, Tensor]]:
     return [("", parameter)]
 
 
-def _check_patterns(groups: Sequence[ParamGroup], names: Sequence[str]) -> None:
-    """Raise a ConfigError if a pattern matches no name of a parameter, or none that is left."""
-    used = {_group_number(name, groups) for name in names}
+def _check_patterns(
+    groups: Sequence[ParamGroup], names: Sequence[str], frozen: Sequence[str]
+) -> None:
+    """Raise a ConfigError if a pattern matches no name of a parameter, or none that is left.
+
+    It may match frozen parameters only, which the model may unfreeze later.
+    """
+    used = {_group_number(name, groups) for name in (*names, *frozen)}
     for number, group in enumerate(groups, 1):
         if number in used:
             continue
-        if any(fnmatchcase(name, group.pattern) for name in names):
+        if any(fnmatchcase(name, plain(group.pattern)) for name in names):
             problem = "matches only parameters that an earlier pattern matches; put it first"
         else:
             others = f" and {len(names) - 2} more" if len(names) > 2 else ""
@@ -567,7 +594,9 @@ def check_for_model(
         ConfigError: if the optimizer does not accept the parameters, or the pattern of a group
             matches none.
     """
-    _check_patterns(config.param_groups, [name for name, _ in _parameters_of(model)])
+    names = [name for name, _ in _parameters_of(model)]
+    others = [plain(name) for name, p in model.named_parameters() if not p.requires_grad]
+    _check_patterns(config.param_groups, names, others)
     if is_elementwise(config, own):
         return {}
     try:

@@ -608,15 +608,44 @@ class Replica:
             "is_by_parameter": is_by_parameter(self._optimizer, self.flat.parameters),
         }
 
-    def _load_optimizer(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
-        """Load a state that ``_optimizer_state`` returned."""
+    def _load_optimizer(
+        self, state: Mapping[str, Any], *, num_elements: int | None = None, copies: bool = True
+    ) -> None:
+        """Load a state that ``_optimizer_state`` returned.
+
+        Args:
+            state: the state.
+            num_elements: number of elements of the weights that it is of; None: all.
+            copies: whether to copy its tensors.
+        """
         if self._optimizer is None or not state["optimizer"]:
+            return
+        if num_elements is not None and num_elements < self.flat.num_parameters:
+            self._optimizer = self._extended_optimizer(state, num_elements, copies=copies)
             return
         # The optimizer of a user's loop (without num_reached) is never replaced.
         if self.flat.num_reached and "is_by_parameter" in state:
             tensors = self.flat.parameters if state["is_by_parameter"] else [self.flat.weights]
             self._optimizer = self._make_optimizer(tensors)
         load_state(self._optimizer, state["optimizer"], copies=copies)
+
+    def _extended_optimizer(
+        self, state: Mapping[str, Any], num_elements: int, *, copies: bool
+    ) -> Optimizer:
+        """Return an optimizer with the state of one over the first elements of the weights.
+
+        The other parameters have no state, as in torch before their first gradient.
+        """
+        first = self.flat.first_parameters(num_elements)
+        is_split = state.get("is_by_parameter", False)
+        earlier = self._make_optimizer(first if is_split else [self.flat.weights[:num_elements]])
+        load_state(earlier, state["optimizer"], copies=copies)
+        earlier = split_by_parameter(earlier, self._make_optimizer, first)
+        optimizer = self._make_optimizer(self.flat.parameters)
+        for parameter in first:
+            if parameter in earlier.state:
+                optimizer.state[parameter] = earlier.state[parameter]
+        return optimizer
 
     def tensors(self) -> dict[str, Any]:
         """Return the large tensors of the state, not copied: the next step changes them."""
@@ -643,14 +672,21 @@ class Replica:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
-        """Load a state of ``state_dict``; without ``copies`` the optimizer keeps its tensors."""
-        self.flat.weights.copy_(state["weights"])
+        """Load a state of ``state_dict``; without ``copies`` the optimizer keeps its tensors.
+
+        Parameters that are trained only since the state was saved keep their present values.
+        """
+        flat, num_elements = self.flat, state["weights"].numel()
+        flat.first_parameters(num_elements)  # raises an error if it is of another model
+        flat.weights[:num_elements].copy_(state["weights"])
         untrained = state.get("untrained", {})  # not in older checkpoints
-        buffers, others = self.flat.split_buffers(state["buffers"], untrained)
-        self.flat.buffers.copy_(buffers)
-        self.flat.gradients.copy_(state["gradients"])
-        self.flat.non_trainable.load({**untrained, **others})
-        self._load_optimizer(state, copies=copies)
+        buffers, others = flat.split_buffers(state["buffers"], untrained)
+        flat.buffers.copy_(buffers)
+        if flat.gradients.numel():  # else the user's loop has them
+            flat.gradients.zero_()[:num_elements].copy_(state["gradients"])
+        values = {**untrained, **others}
+        flat.non_trainable.load({k: v for k, v in values.items() if k not in flat.unfrozen})
+        self._load_optimizer(state, num_elements=num_elements, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])
         self._counted, self._num_sent = state["num_seen"], dict(state["num_sent"])

@@ -158,6 +158,8 @@ class WorkerReport:
     """Of that, what the worker has lost since the last report."""
     ignores: str | int | None = None
     """Name or place in a batch of labels of which some are -100, so that they did not count."""
+    unfrozen: tuple[str, ...] = ()
+    """Parameters that its model has unfrozen and that are not trained yet."""
     cpu_s: float = 0.0
     """CPU time of all threads of the process in seconds."""
     is_starting: bool = False

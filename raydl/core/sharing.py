@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydl.core.non_trainable import shares_elements, slots_of
+from raydl.core.non_trainable import plain, shares_elements, slots_of
 from raydl.errors import ShapeError
 
 _MAX_WORK = 1_000_000
@@ -37,11 +37,11 @@ def memory_of(tensor: Tensor) -> Hashable:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, in order; of several over one memory, the first."""
+    """Return the trainable parameters by plain name; of several over one memory, the first."""
     first: dict[Hashable, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            first.setdefault(memory_of(parameter), (name, parameter))
+            first.setdefault(memory_of(parameter), (plain(name), parameter))
     return dict(first.values())
 
 

@@ -177,6 +177,8 @@ class Collected:
     """State of each worker, or its handle in another process, in the order of the ranks."""
     is_last: bool = False
     """Whether this is the final state of a finished run."""
+    unfrozen: tuple[str, ...] = ()
+    """Parameters that the models have unfrozen, to be trained when the run resumes."""
     on_loss: Callable[[str], None] | None = None
     """Called with the reason, in any thread, if a worker was lost before its state was written. By
     then the others have released theirs, and may hold the same round again."""

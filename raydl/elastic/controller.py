@@ -131,6 +131,9 @@ class Controller:
         """Name of the callback that ended the run; see ``raydl.core.callbacks.Listeners``."""
         self.ended_because = ""
         """The reason that the callback gave."""
+        self.unfrozen: tuple[str, ...] = ()
+        """Frozen parameters that the models of workers have unfrozen. The run stops, to go on with
+        them from its checkpoint."""
         self.worker_registry = WorkerRegistry(
             lease_s=config.elastic.lease_s,
             first_step_s=config.exchange.timeout_s,
@@ -338,7 +341,9 @@ class Controller:
             case Collected():
                 self._center_manager.note_collected(event)
                 is_last = event.snapshot.progress.round == self._finished_at
-                self._recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
+                self._recorder.checkpoint(
+                    dataclasses.replace(event, is_last=is_last, unfrozen=self.unfrozen)
+                )
             case StatesLost(round, reason):
                 self._center_manager.note_states_lost(round)
                 self._log(f"a checkpoint was abandoned: {reason}")
@@ -410,6 +415,8 @@ class Controller:
 
     def _on_report(self, report: WorkerReport) -> None:
         self.worker_registry.note_report(report)
+        # In an order that does not depend on which report came first.
+        self.unfrozen = tuple(sorted({*self.unfrozen, *report.unfrozen}))
         for score in report.scores:
             self._on_score(score)
         for lost in report.lost_residuals:
@@ -534,6 +541,11 @@ class Controller:
         return {"stop": 1.0, "score": 1.0} if is_scored else {"stop": 1.0}
 
     @property
+    def restarts(self) -> bool:
+        """Whether the run stopped only to go on with parameters that the models have unfrozen."""
+        return self.outcome is Outcome.STOPPED and not self.stop_reason
+
+    @property
     def _is_ended_by_callback(self) -> bool:
         is_urgent = self.stop_reason or self._failure.error is not None
         return bool(self._listeners.ended_by) and not is_urgent
@@ -579,9 +591,12 @@ class Controller:
             for sentence in self.planned_faults.inflict(self._curves.last):
                 self._log(sentence)
             generation, num_cuts = run.membership.generation, self._plateau.num_cuts
-            if self._why_stop and not self._stop_voted:
+            # In rounds the worker votes itself, in a round that does not depend on the clock.
+            has_unfrozen = bool(self.unfrozen) and not self._method.is_sync
+            if (self._why_stop or has_unfrozen) and not self._stop_voted:
                 self._stop_voted = True
-                self._log_stop()
+                if self._why_stop:
+                    self._log_stop()
                 self._worker_group.vote(generation, **self._votes_to_stop())
             if num_cuts > self._cuts_voted:
                 self._cuts_voted = num_cuts

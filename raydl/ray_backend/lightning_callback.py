@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from raydl.core.state_names import own_keys
 from raydl.errors import ConfigError
 from raydl.ray_backend.attach import attach, seed_of_worker
 from raydl.worker.user_loop import Attached
@@ -59,7 +60,10 @@ class LightningCallback(Callback):  # type: ignore[misc]
         self.elastic.saves_frozen = False  # the trainer saves the module
         trainer.strategy.optimizers = [self.elastic]
         # Checkpoints have the center as the module's weights, with and without an optimizer.
-        trainer.strategy.lightning_module_state_dict = self.elastic.center_state_dict
+        elastic = self.elastic
+        trainer.strategy.lightning_module_state_dict = lambda: own_keys(
+            pl_module, elastic.center_state_dict()
+        )
         self._held.callback(delattr, trainer.strategy, "lightning_module_state_dict")
         torch.manual_seed(torch.initial_seed() + seed_of_worker(self._options.get("worker_id")))
 
@@ -81,7 +85,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the others; the module then holds the center."""
         if self.elastic is not None:
-            pl_module.load_state_dict(self.elastic.center_state_dict())
+            pl_module.load_state_dict(own_keys(pl_module, self.elastic.center_state_dict()))
             self._leave()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

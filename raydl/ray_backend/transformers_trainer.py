@@ -13,6 +13,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.training_args import ParallelMode
 
+from raydl.core.state_names import own_keys
 from raydl.errors import ConfigError
 from raydl.ray_backend.attach import attach, seed_of_worker
 from raydl.worker.user_loop import Attached
@@ -36,7 +37,8 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         if self.elastic is None:
             return
         if state.best_model_checkpoint is None or not args.load_best_model_at_end:
-            kwargs["model"].load_state_dict(self.elastic.center_state_dict())
+            model = kwargs["model"]
+            model.load_state_dict(own_keys(model, self.elastic.center_state_dict()))
         self.leave()
 
     def leave(self) -> None:

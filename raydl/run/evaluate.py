@@ -10,6 +10,7 @@ from raydl.checkpoint.best import read_best
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig
 from raydl.config.custom_code import hugging_face_folder
+from raydl.core.state_names import own_keys
 from raydl.data import Batches, Dataset, Normalizer, load, preparation_for
 from raydl.data.generators import callers_generators_kept
 from raydl.errors import DataError, UntrustedCodeError
@@ -63,7 +64,7 @@ def score_run(
     shape, _ = shape_for(task, Batches(dataset.train, prepare))
     model = build_model(task, shape, seed=config.training.seed)
     try:
-        model.load_state_dict(center)
+        model.load_state_dict(own_keys(model, center))
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
     return score(task, model, Batches(dataset.test, prepare), config)

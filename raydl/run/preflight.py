@@ -24,6 +24,7 @@ from raydl.core.flat import FlatModel
 from raydl.core.methods import Method, check_weights
 from raydl.core.optimizers import check_for_model, no_gradient_text
 from raydl.core.saved_state import check_state
+from raydl.core.state_names import check_round_trip
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError, UnknownNameError
@@ -82,6 +83,7 @@ def try_model(
     """
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
+    check_round_trip(model, task.name)
     num_in_evaluation = sum(map(_is_in_evaluation, model.modules()))
     check_weights(task.name, flat.parameters, config, method)
     if method.has_custom_rule:

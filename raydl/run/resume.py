@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from raydl.checkpoint.best import BestCenter
-from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
 from raydl.checkpoint.totals import Totals
 from raydl.checkpoint.writer import snapshot_of
 from raydl.config import TrainConfig
 from raydl.core.callbacks import callbacks_of
-from raydl.core.center import Snapshot, first_snapshot
+from raydl.core.center import MakeOptimizer, Snapshot, extended_state, first_snapshot
 from raydl.core.flat import FlatModel
+from raydl.core.methods import Method
+from raydl.core.optimizers import make_optimizer
 from raydl.core.stop_condition import StopCondition
 from raydl.data.order import Order
 from raydl.errors import CheckpointError, ConfigError, reading_error
@@ -28,6 +31,8 @@ class Start:
     store: CheckpointStore
     best: BestCenter
     snapshot: Snapshot
+    flat: FlatModel
+    """The run's first model, with all parameters that are trained from now on."""
     own_states: dict[str, Any]
     """The state of each worker, by id."""
     seconds: float
@@ -45,7 +50,14 @@ class Start:
 
     @classmethod
     def from_folder(
-        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, order: Order
+        cls,
+        folder: RunFolder,
+        config: TrainConfig,
+        flat: FlatModel,
+        *,
+        order: Order,
+        method: Method | None = None,
+        unfrozen: Sequence[str] = (),
     ) -> Start:
         """Return the start from the newest checkpoint in the run's folder, or a new one.
 
@@ -54,6 +66,8 @@ class Start:
             config: the settings.
             flat: the run's first model; it receives the non-trainable state of the checkpoint.
             order: the order of the training samples.
+            method: the run's method, if its center may have an optimizer.
+            unfrozen: parameters that the models have unfrozen since, to be trained from now on.
 
         Raises:
             ConfigError: the run is complete, or began with other samples or another order.
@@ -61,7 +75,7 @@ class Start:
             ShapeError: the checkpoint is of another model.
         """
         try:
-            return cls._from_folder(folder, config, flat, order)
+            return cls._from_folder(folder, config, flat, order, method, unfrozen)
         except OSError as error:
             raise reading_error(
                 below(folder.root, "checkpoints"), f"cannot be read: {in_words(error)}", error
@@ -69,7 +83,13 @@ class Start:
 
     @classmethod
     def _from_folder(
-        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, order: Order
+        cls,
+        folder: RunFolder,
+        config: TrainConfig,
+        flat: FlatModel,
+        order: Order,
+        method: Method | None,
+        unfrozen: Sequence[str],
     ) -> Start:
         num_samples = order.num_samples
         epoch = folder.epoch.number
@@ -78,16 +98,19 @@ class Start:
         )
         best = BestCenter(folder.storage, flat, driver_epoch=epoch, evaluation=config.evaluation)
         if not config.run.resume:
-            return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
+            return cls(folder, store, best, first_snapshot(flat, num_samples), flat, {}, 0.0, [])
         folder.load_earlier(config)
         warnings = best.load_earlier() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
             _refuse_without_manifest(folder, store)
             sentences = [*warnings, f"no checkpoint yet: the run starts again in {folder.root}"]
             first = first_snapshot(flat, num_samples)
-            return cls(folder, store, best, first, {}, 0.0, sentences)
+            return cls(folder, store, best, first, flat, {}, 0.0, sentences)
         checkpoint, damage = store.read()
-        snapshot = snapshot_of(checkpoint, flat)
+        names = [*checkpoint.state.get("unfrozen", ())]  # absent in earlier versions
+        new = [name for name in unfrozen if name not in names]
+        best.flat = flat = flat.with_unfrozen([*names, *new])
+        snapshot = _extended(snapshot_of(checkpoint, flat), checkpoint, flat, method)
         flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
         result = _result_at(folder, snapshot)
@@ -107,6 +130,7 @@ class Start:
             store,
             best,
             snapshot,
+            flat,
             own_states,
             checkpoint.seconds,
             [*damage, *warnings, sentence],
@@ -115,6 +139,24 @@ class Start:
             ended,
             result,
         )
+
+
+def _extended(
+    snapshot: Snapshot, checkpoint: Checkpoint, flat: FlatModel, method: Method | None
+) -> Snapshot:
+    """Return a snapshot whose optimizer at the center has all elements that are trained now."""
+    num_elements = checkpoint.state.get("num_parameters", flat.num_parameters)
+    flat.first_parameters(num_elements)  # raises an error if it is of another model
+    if not snapshot.optimizer or num_elements == flat.num_parameters or method is None:
+        return snapshot
+    rule = method.rule
+    make: MakeOptimizer = (
+        rule.make_center_optimizer
+        if rule.steps_replica
+        else make_optimizer(method.inner, method.own_optimizer, flat)
+    )
+    state = extended_state(snapshot.optimizer, flat.weights, num_elements, make)
+    return replace(snapshot, optimizer=state)
 
 
 def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:

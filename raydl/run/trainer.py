@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -46,7 +47,7 @@ from raydl.core.reports import Outcome
 from raydl.core.rules import Rule
 from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
-from raydl.data import Batches, Dataset, Prepare, load, preparation_for, statistics_of
+from raydl.data import Batches, Dataset, Order, Prepare, load, preparation_for, statistics_of
 from raydl.data.generators import callers_generators_kept
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
@@ -327,9 +328,7 @@ class Trainer:
         folder = RunFolder(config)
         with entered_within(folder.storage, folder.held(resume=config.run.resume)):
             order = dataset.train.order(config.training.seed)
-            start = within(
-                folder.storage, lambda: Start.from_folder(folder, config, flat, order=order)
-            )
+            start = self._start_from(folder, flat, order, method)
             start.sentences.extend(_notes_on(preflight, method))
             if note_on_labels:
                 start.sentences.append(note_on_labels)
@@ -344,19 +343,66 @@ class Trainer:
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
             with open_control_channel(start.folder.storage, view) as control_channel:
-                examples, statistics = Examples(dataset.test), statistics_of(prepare)
-                recording = self._recording(job, flat, start, view, examples, statistics)
-                if start.is_trained:
-                    test = Batches(dataset.test, prepare)
-                    evaluator = Evaluator(job, test, flat.non_trainable.arrays())
-                    result = self._end(recording, start, task, evaluator)
-                else:
-                    workers = _make_worker_group(job, dataset, prepare, flat, folder.storage)
-                    with closing(workers):
-                        result = self._run(recording, start, job, workers, control_channel, view)
+                ended = self._train_from(start, job, dataset, prepare, control_channel, view)
+                while not isinstance(ended, Result):
+                    start = self._start_again(start, job, ended)
+                    view.start_again(start.snapshot, seconds_before=start.seconds)
+                    ended = self._train_from(start, job, dataset, prepare, control_channel, view)
+            result, self.config = ended, config
         for callback in self.callbacks:
             callback.ended(result.metrics)
         return result
+
+    def _start_from(
+        self,
+        folder: RunFolder,
+        flat: FlatModel,
+        order: Order,
+        method: Method,
+        unfrozen: Sequence[str] = (),
+    ) -> Start:
+        read = functools.partial(
+            Start.from_folder, folder, self.config, flat, order=order, method=method
+        )
+        return within(folder.storage, lambda: read(unfrozen=unfrozen))
+
+    def _start_again(self, start: Start, job: Job, unfrozen: tuple[str, ...]) -> Start:
+        """Return the start from the newest checkpoint, with further parameters trained."""
+        self.config = replace(self.config, run=replace(self.config.run, resume=True))
+        again = self._start_from(start.folder, start.flat, job.order, job.method, unfrozen)
+        if new := again.flat.unfrozen[len(start.flat.unfrozen) :]:
+            others = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            again.sentences[-1] = (
+                f"the model has unfrozen {new[0]}{others}: trained from now on, from round "
+                f"{again.snapshot.progress.round}"
+            )
+        return again
+
+    def _train_from(
+        self,
+        start: Start,
+        job: Job,
+        dataset: Dataset,
+        prepare: Prepare,
+        control_channel: ControlChannel,
+        view: RunView,
+    ) -> Result | tuple[str, ...]:
+        """Train from a start to the end.
+
+        Returns:
+            The result; or the frozen parameters that the models have unfrozen, if the run stopped
+            with a checkpoint only to be resumed with them.
+        """
+        job = replace(job, unfrozen=start.flat.unfrozen)
+        examples, statistics = Examples(dataset.test), statistics_of(prepare)
+        recording = self._recording(job, start, view, examples, statistics)
+        if start.is_trained:
+            test = Batches(dataset.test, prepare)
+            evaluator = Evaluator(job, test, start.flat.non_trainable.arrays())
+            return self._end(recording, start, job.task, evaluator)
+        workers = _make_worker_group(job, dataset, prepare, start.flat, start.folder.storage)
+        with closing(workers):
+            return self._run(recording, start, job, workers, control_channel, view)
 
     def _load_data(self) -> Dataset:
         parts = list(self.data.values()) if isinstance(self.data, Mapping) else [self.data]
@@ -391,7 +437,8 @@ class Trainer:
         worker_group: WorkerGroup,
         control_channel: ControlChannel,
         view: RunView,
-    ) -> Result:
+    ) -> Result | tuple[str, ...]:
+        """Run the controller to its end; returns as ``_train_from``."""
         config, snapshot = self.config, start.snapshot
         worker_group.start_center(snapshot)
         with recording as recorder:
@@ -417,6 +464,8 @@ class Trainer:
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
         assert controller.state is State.DONE
+        if controller.restarts:
+            return controller.unfrozen
         is_stopped = controller.outcome is Outcome.STOPPED
         return _finish(
             recorder,
@@ -454,7 +503,6 @@ class Trainer:
     def _recording(
         self,
         job: Job,
-        flat: FlatModel,
         start: Start,
         view: RunView,
         examples: Examples,
@@ -481,7 +529,7 @@ class Trainer:
                 progress=log,
                 store=start.store,
                 best=start.best,
-                flat=flat,
+                flat=start.flat,
                 examples=examples,
                 order=job.order.name,
                 after_checkpoint=folder.publish_events,

@@ -104,6 +104,13 @@ class RunView:
         self._recorder: RunRecorder | None = None
         self._controller: Controller | None = None
 
+    def start_again(self, start: Snapshot, *, seconds_before: float) -> None:
+        """Show a new start of the same run, from a snapshot, until a controller is followed."""
+        if self._recorder is not None:
+            self._accuracy_before = self._recorder.center_accuracy
+        self._start, self._seconds_before = start, seconds_before
+        self._recorder = self._controller = None
+
     def follow_recorder(self, recorder: RunRecorder, log: EventLog) -> None:
         """Include the records and events from now on."""
         self._recorder, self._log = recorder, log

@@ -409,8 +409,16 @@ class RoundRunner:
             step_s=self.step_s,
             waited_s=self.waited_s,
             elapsed_s=self.elapsed_s(),
-            **(self._sync.votes() if self._sync is not None else {}),
+            **self._votes(),
         )
+
+    def _votes(self) -> dict[str, float]:
+        """Return the votes to send, in methods in which a header has some."""
+        if self._sync is None:
+            return {}
+        votes = self._sync.votes()
+        # The run goes on at once, with these parameters.
+        return {**votes, "stop": 1.0} if self.replica.flat.newly_trained else votes
 
     def elapsed_s(self) -> float:
         """Return the seconds of training so far, by this worker's clock."""

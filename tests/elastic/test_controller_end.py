@@ -10,7 +10,7 @@ from raydl.config import (
 )
 from raydl.core.callbacks import StopAtAccuracy
 from raydl.core.reports import Outcome
-from raydl.core.worker_group import Draining, GaveUp, Lost, Published, Scoring
+from raydl.core.worker_group import Changed, Draining, GaveUp, Lost, Published, Scoring
 from raydl.elastic.run_state import State
 from raydl.errors import RaydlError
 
@@ -43,6 +43,36 @@ def test_a_stop_is_voted_once_and_ends_with_a_checkpoint_without_a_score(is_sync
     assert ("collect", 3, ("w0", "w1")) in calls
     harness.step(collected(3))
     assert (harness.state, harness.controller.outcome) == (State.DONE, Outcome.STOPPED)
+
+
+@BOTH
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_run_stops_to_train_what_a_model_has_unfrozen_unless_a_signal_came_too(
+    is_sync, is_signalled
+):
+    harness = ControllerHarness(is_sync=is_sync).start()
+    controller, recorder = harness.controller, harness.recorder
+    calls = harness.step(report("w1", 1, unfrozen=("b", "a")))
+    assert calls == ([] if is_sync else [("vote", "stop")])  # in rounds the worker votes itself
+    if is_signalled:
+        controller.request_stop("SIGTERM")
+    harness.step(*harness.end("stopped", 3, "w0", "w1"), report("w0", 3, unfrozen=("c",)))
+    harness.step(Published((0, 3)), report("w1", 3))
+    harness.step(collected(3))
+    assert (harness.state, controller.outcome) == (State.DONE, Outcome.STOPPED)
+    assert controller.unfrozen == ("a", "b", "c")
+    assert recorder.checkpoints[-1].unfrozen == ("a", "b", "c")
+    assert controller.restarts is not is_signalled
+    # Only a signal is logged here: of the parameters the next start says that they are trained.
+    assert len(recorder.events) == (2 if is_signalled and is_sync else 1)
+
+
+def test_after_an_abandoned_generation_the_stop_is_voted_again():
+    harness = ControllerHarness(is_sync=False).start()
+    harness.step(report("w1", 1, unfrozen=("a",)))
+    harness.step(*harness.end("regroup", 2, "w0", "w1"), Published((0, 2)))
+    calls = [call for _ in range(3) for call in harness.step(Changed())]
+    assert ("vote", "stop") in calls
 
 
 @BOTH

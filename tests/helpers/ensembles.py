@@ -56,7 +56,10 @@ class Ensemble:
         task: Any = None,
         tests: Sequence[Batches] = (),
         has_neighbours: bool = False,
+        unfrozen: Sequence[str] = (),
     ) -> None:
+        self.unfrozen = tuple(unfrozen)
+        """Parameters that an earlier start of the run has unfrozen."""
         self.tests = tests
         """The test set of each worker; by default all have the training set."""
         self.node = HERE if has_neighbours else None
@@ -71,11 +74,18 @@ class Ensemble:
     def use_task(self, task: Any) -> None:
         """Create new workers, for another task."""
         torch.manual_seed(self.config.training.seed)
-        self.flat = FlatModel(task.build_model(self.images.shape))
+        self.flat = FlatModel(task.build_model(self.images.shape), unfrozen=self.unfrozen)
         self.published: dict[int, Snapshot] = {}
         self.first = first_snapshot(self.flat, self.images.num_samples)
         order = self.images.order(self.config.training.seed)
-        self.job = Job(self.config, resolve(self.config), task, self.images.shape, order)
+        self.job = Job(
+            self.config,
+            resolve(self.config),
+            task,
+            self.images.shape,
+            order,
+            unfrozen=self.unfrozen,
+        )
         non_trainable = self.flat.non_trainable.arrays()
         self.workers = [
             Worker(

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,6 +216,15 @@ def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
         state=state, outcome=outcome, stop_reason=stop_reason, ended_because="",
         generation=5, num_workers=2, worker_registry=worker_registry,
     )  # fmt: skip
+
+
+def test_a_run_that_starts_again_by_itself_shows_its_new_start():
+    of_run = view()
+    again = replace(START, progress=replace(START.progress, round=7))
+    of_run.start_again(again, seconds_before=11.0)
+    status = of_run.status()
+    assert (status.state, status.progress.round, status.progress.seconds) == ("starting", 7, 11.0)
+    assert status.center_accuracy == 0.75
 
 
 def test_with_controller_and_recorder_the_status_is_their_newest():
