@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from raydl.errors import ConfigError
-from raydl.worker.schedulers import advance, count_of, needs_scores
+from raydl.worker.schedulers import advance, count_of, needs_scores, restart
 
 Interval = Literal["step", "epoch"]
 Item = TypeVar("Item")
@@ -105,8 +105,8 @@ class Epochs(Generic[Item]):
             num_steps = self._num_epochs * per_epoch
         handle.set_end(num_steps)
         handle.join()
-        handle.pop_num_ahead()
-        self._begin_at(handle.local_step)
+        num_ahead = handle.pop_num_ahead()
+        self._begin_at(handle.local_step, num_ahead)
         while not self._is_done():
             epoch = handle.epoch
             yield epoch, self._batches()
@@ -132,13 +132,23 @@ class Epochs(Generic[Item]):
         has_passed_all = self._num_epochs is not None and self._handle.epoch >= self._num_epochs
         return has_passed_all or self._handle.is_over
 
-    def _begin_at(self, step: int) -> None:
-        """Begin at a step, which the scheduler may have already if the loop was resumed."""
-        epoch, index = self._place_of(step)
-        self._handle.epoch, self._index = epoch, index
-        if self._scheduler is not None and not self._handle.is_over:
-            count = step if self._interval == "step" else epoch
-            advance(self._scheduler, count - count_of(self._scheduler))
+    def _begin_at(self, step: int, num_ahead: int) -> None:
+        """Begin at a step.
+
+        Args:
+            step: the step.
+            num_ahead: how many steps of it are the others'; the rest are those of a loaded state.
+        """
+        self._handle.epoch, self._index = self._place_of(step)
+        if self._scheduler is None or self._handle.is_over:
+            return
+        if count_of(self._scheduler) < self._count_at(step - num_ahead):
+            restart(self._scheduler)  # the optimizer was loaded with a later rate
+        advance(self._scheduler, self._count_at(step) - count_of(self._scheduler))
+
+    def _count_at(self, step: int) -> int:
+        """Return how often the scheduler has been stepped before a step."""
+        return step if self._interval == "step" else self._place_of(step)[0]
 
     def _catch_up(self) -> None:
         """Move on by the steps that the others are ahead, if this worker has just entered."""

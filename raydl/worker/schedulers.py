@@ -11,6 +11,9 @@ import logging
 import warnings
 from typing import Any
 
+import torch
+from torch import Tensor
+
 _logger = logging.getLogger(__name__)
 
 
@@ -30,6 +33,17 @@ def count_of(scheduler: Any) -> int:
     if not hasattr(scheduler, "last_epoch") and hasattr(scheduler, "_schedulers"):
         return min(count_of(each) for each in scheduler._schedulers)  # a ChainedScheduler
     return int(getattr(scheduler, "last_epoch", 0))
+
+
+def restart(scheduler: Any) -> None:
+    """Give the optimizer the learning rates that a scheduler has computed last."""
+    scheduler = _inner(scheduler)
+    groups = scheduler.optimizer.param_groups
+    for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].copy_(torch.as_tensor(lr))
+        else:
+            group["lr"] = lr
 
 
 def advance(scheduler: Any, count: int) -> None:

@@ -157,14 +157,9 @@ class Leader:
                     if elastic.local_step == self.joined_at:
                         self._is_ready.set()
                         assert self._is_joined.wait(TIMEOUT_S)
-                    while self._is_joined.is_set() and not self._is_second_here(elastic):
-                        time.sleep(0.01)
+                        while elastic._rendezvous.signal is not Signal.REGROUP:
+                            time.sleep(0.01)  # until the second one waits to join
             return elastic.center_state_dict()
-
-    def _is_second_here(self, elastic: Attached) -> bool:
-        """Return whether the second worker is a member, or is to become one."""
-        is_to_regroup = elastic._rendezvous.signal is not Signal.GO_ON
-        return elastic.num_workers == 2 or is_to_regroup or elastic.is_over
 
 
 def copy_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -110,7 +110,7 @@ def test_a_slow_worker_ends_with_its_exchange_when_another_has_reached_the_end()
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco", "async-easgd"])
-def test_a_worker_that_comes_after_the_end_takes_no_step_and_has_the_center(method, caplog):
+def test_a_worker_that_comes_after_the_end_takes_no_step_and_has_the_center(method, capsys):
     run = Run(method, 2, num_epochs=2)
     (_, center), _ = run_all([run.loop("w0"), run.loop("w1")])
     late, late_center = run.loop("w2")()
@@ -119,7 +119,7 @@ def test_a_worker_that_comes_after_the_end_takes_no_step_and_has_the_center(meth
     assert late.local_step == run.num_steps
     if run.threads.is_sync:
         assert equal_states(center, late_center)
-    assert f"'run' has ended at step {run.num_steps}" in caplog.text
+    assert f"'run' has ended at step {run.num_steps}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("period", [2, 7, 1000])
