@@ -190,7 +190,7 @@ def _steps_per_epoch(trainer: Any) -> int | None:
     """Return the optimizer steps in an epoch, or None if the loader has no length."""
     if math.isinf(trainer.num_training_batches):
         return None
-    return max(1, -(-trainer.num_training_batches // trainer.accumulate_grad_batches))
+    return max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
 
 
 def _num_steps(trainer: Any) -> int | None:
@@ -206,7 +206,7 @@ def _has_reached_end(trainer: Any) -> bool:
     """Return whether the trainer has taken all its steps or epochs."""
     has_all_steps = 0 <= trainer.max_steps <= trainer.global_step
     num_epochs = trainer.fit_loop.epoch_progress.current.processed
-    return has_all_steps or 0 <= trainer.max_epochs <= num_epochs
+    return bool(has_all_steps or 0 <= trainer.max_epochs <= num_epochs)
 
 
 def _place_of(trainer: Any) -> tuple[int, int]:

@@ -2,15 +2,19 @@
 
 import re
 import runpy
+import time
 
 import pytest
+import ray
 import torch
 from repository import ROOT
 from user_loops import Leader, Threads, attach_alone, copy_state, equal_states, user_loop_config
 
+import raydl
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
 
+BOUND_S = 200
 JOB = ROOT / "jobs/lightning_module.py"
 QUIET = "ignore::UserWarning:lightning", "ignore:.*LeafSpec:FutureWarning"
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -292,6 +296,63 @@ def test_a_trainer_that_comes_after_the_end_takes_no_step(monkeypatch, length):
     fit_line(module, [lightning_callback.LightningCallback(worker_id="w1")], **length)
     assert seen == {}
     assert equal_states(copy_state(module), center)
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Fitter:
+    """Trains the module of the example, and notes (step: epoch, rate)."""
+
+    def __init__(self, path):
+        torch.set_num_threads(1)
+        self.job, self.seen = runpy.run_path(path), {}
+
+    def steps(self):
+        return dict(self.seen)
+
+    def fit(self, worker_id):
+        import lightning
+
+        seen = self.seen
+
+        class Slow(self.job["Perceptron"]):
+            def training_step(self, batch, number):
+                time.sleep(0.03)
+                rate = self.optimizers().param_groups[0]["lr"]
+                seen[self.global_step] = self.current_epoch, rate
+                return super().training_step(batch, number)
+
+            def configure_optimizers(self):
+                optimizer = super().configure_optimizers()
+                return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+        elastic = raydl.LightningCallback(
+            method="sync-easgd", name="late", num_workers=(1, 2), worker_id=worker_id
+        )
+        trainer = lightning.Trainer(
+            max_epochs=10, limit_train_batches=20, accelerator="cpu", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, callbacks=[elastic],
+        )  # fmt: skip
+        module = Slow()
+        trainer.fit(module, self.job["loader"]("train", shuffle=True))
+        return copy_state(module)
+
+
+@pytest.mark.cluster
+def test_a_replacement_has_step_epoch_rate_and_end_of_the_others_on_ray(cluster):
+    first, late = (Fitter.remote(str(JOB)) for _ in range(2))
+    assert ray.get(late.steps.remote(), timeout=BOUND_S) == {}
+    calls = [first.fit.remote("w0")]
+    deadline = time.monotonic() + BOUND_S
+    while len(ray.get(first.steps.remote(), timeout=BOUND_S)) < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    calls.append(late.fit.remote("w1"))
+    centers = ray.get(calls, timeout=BOUND_S)
+    all_steps, late_steps = ray.get([first.steps.remote(), late.steps.remote()], timeout=BOUND_S)
+    assert sorted(all_steps) == list(range(200))
+    assert min(late_steps) >= 30
+    assert late_steps == {step: all_steps[step] for step in range(min(late_steps), 200)}
+    assert equal_states(*centers)
 
 
 @pytest.mark.cluster

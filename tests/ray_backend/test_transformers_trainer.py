@@ -334,12 +334,13 @@ class Tuner:
         import transformers
 
         torch.set_num_threads(1)
-        self.job, self.num_steps = runpy.run_path(path), 0
+        self.job, self.num_steps, self.rates = runpy.run_path(path), 0, {}
         training_step = transformers.Trainer.training_step
 
-        def count(*arguments, **named):
+        def count(trainer, *arguments, **named):
             self.num_steps += 1
-            return training_step(*arguments, **named)
+            self.rates[trainer.state.global_step] = trainer.optimizer.param_groups[0]["lr"]
+            return training_step(trainer, *arguments, **named)
 
         transformers.Trainer.training_step = count
 
@@ -349,20 +350,31 @@ class Tuner:
     def steps(self):
         return self.num_steps
 
+    def rate_by_step(self):
+        return self.rates
+
     def train(self, folder):
         return self.job["train"](folder, (1, 2), elastic=ElasticConfig(lease_s=3.0))
 
 
 @pytest.mark.cluster
-def test_the_example_learns_although_one_of_its_two_workers_is_killed(cluster, root, tmp_path):
-    actors = [Tuner.remote(str(root / "jobs/transformers_lora.py")) for _ in range(2)]
+def test_the_example_learns_although_one_of_its_two_workers_is_killed_and_replaced(
+    cluster, root, tmp_path
+):
+    actors = [Tuner.remote(str(root / "jobs/transformers_lora.py")) for _ in range(3)]
     pids = ray.get([actor.pid.remote() for actor in actors], timeout=BOUND_S)
+    replacement = actors.pop()
     calls = [actor.train.remote(str(tmp_path / f"w{n}")) for n, actor in enumerate(actors)]
     deadline = time.monotonic() + BOUND_S
     while min(ray.get([actor.steps.remote() for actor in actors], timeout=BOUND_S)) < 20:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(pids[1], signal.SIGKILL)
-    assert ray.get(calls[0], timeout=BOUND_S) > 0.9
+    late = replacement.train.remote(str(tmp_path / "w2"))
+    assert min(ray.get([calls[0], late], timeout=BOUND_S)) > 0.9
+    first, second = ray.get([actor.rate_by_step.remote() for actor in (actors[0], replacement)])
+    assert min(second) > 20, "it has the step of the others,"
+    assert second == {step: first[step] for step in second}, "their learning rate,"
+    assert max(second) <= max(first) == 499, "and their end"
     adapter = json.loads((tmp_path / "w0/adapter_config.json").read_text())
     assert adapter["r"] == 8
