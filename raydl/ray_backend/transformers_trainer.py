@@ -16,6 +16,7 @@ from transformers.training_args import ParallelMode
 
 from raydl.errors import ConfigError
 from raydl.ray_backend.attach import attach, seed_of_worker
+from raydl.worker.epochs import length_of
 from raydl.worker.schedulers import follow
 from raydl.worker.user_loop import Attached
 
@@ -42,7 +43,7 @@ class ElasticCallback(TrainerCallback):  # type: ignore[misc]
         if self.elastic is None:
             return
         self._batches_per_step = args.gradient_accumulation_steps
-        self._num_batches = _num_batches(kwargs["train_dataloader"]) or (
+        self._num_batches = length_of(kwargs["train_dataloader"]) or (
             state.max_steps * self._batches_per_step  # one long epoch
         )
         self._has_moved = False
@@ -162,14 +163,6 @@ def _check(trainer: Any) -> None:
             "is parallel already, and would sum each gradient; start each trainer in an actor of "
             "its own, which sees at most one GPU",
         )
-
-
-def _num_batches(loader: Any) -> int | None:
-    """Return the number of batches of a loader, or None if it has no length."""
-    try:
-        return len(loader) or None
-    except TypeError:
-        return None
 
 
 def _of_center(method: Callable[..., Any], callback: ElasticCallback) -> Callable[..., Any]:

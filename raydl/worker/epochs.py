@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from raydl.errors import ConfigError
@@ -61,7 +61,7 @@ class Epochs(Generic[Item]):
         self._handle, self._loader, self._scheduler = handle, loader, scheduler
         self._num_epochs, self._num_steps, self._interval = num_epochs, num_steps, interval
         self._batches_per_step = batches_per_step
-        self._num_batches = len(loader) if isinstance(loader, Sized) else None
+        self._num_batches = length_of(loader)
         self._check()
         self._index = 0
         """Batches of this epoch before the next one."""
@@ -157,7 +157,9 @@ class Epochs(Generic[Item]):
             return
         num_passed = 0
         if self._num_batches is not None:
-            epoch, index = self._place_of(self._handle.local_step)
+            place = self._place_of(self._handle.local_step)
+            # Skipped steps have used up batches: it may be further than its steps say.
+            epoch, index = max(place, (self._handle.epoch, self._index))
             num_passed = epoch - self._handle.epoch
             self._handle.epoch, self._index = epoch, index
         if self._scheduler is not None:
@@ -170,3 +172,11 @@ class Epochs(Generic[Item]):
         if per_epoch is None:
             return 0, 0
         return step // per_epoch, step % per_epoch * self._batches_per_step
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of a loader, or None if it has no length."""
+    try:
+        return len(loader)
+    except TypeError:  # also of a DataLoader, if its data set has no length
+        return None

@@ -10,6 +10,7 @@ from user_loops import Threads, attach_alone, equal_states, run_all, user_loop_c
 
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
+from raydl.worker.epochs import Epochs
 from raydl.worker.schedulers import advance, count_of, needs_scores
 
 LR = 0.1
@@ -248,11 +249,11 @@ def test_skipped_steps_use_up_their_batches():
 
 
 def test_a_number_of_steps_ends_within_an_epoch_and_a_loader_without_length_begins_again():
-    class Stream:
+    class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(BATCHES)
 
-    for loader in (BATCHES, Stream()):
+    for loader in (BATCHES, torch.utils.data.DataLoader(Stream(), batch_size=None)):
         model, elastic, _ = alone()
         seen = []
         with elastic:
@@ -286,6 +287,53 @@ def test_a_scheduler_that_needs_scores_is_refused():
     plateau = lr_scheduler.ReduceLROnPlateau(elastic)
     with pytest.raises(ConfigError, match="cannot be ReduceLROnPlateau: its rate depends on all"):
         elastic.epochs(BATCHES, 1, scheduler=plateau)
+
+
+class Steered:
+    """A handle that says where the others are."""
+
+    def __init__(self):
+        self.epoch = self.local_step = self.ahead = 0
+        self.is_over = False
+
+    def set_end(self, num_steps):
+        self.end = num_steps
+
+    def join(self):
+        pass
+
+    def pop_num_ahead(self):
+        self.local_step, ahead, self.ahead = self.local_step + self.ahead, self.ahead, 0
+        return ahead
+
+    def finish(self):
+        self.is_over = True
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("num_ahead", [3, 10, 31])
+def test_a_worker_that_enters_again_behind_the_others_moves_on_to_them(interval, num_ahead):
+    handle, optimizer = Steered(), momentum_sgd()
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    options = {"num_steps": None, "batches_per_step": 1}
+    epochs = Epochs(handle, range(10), 6, scheduler=scheduler, interval=interval, **options)
+    seen = []
+    for epoch, batches in epochs:
+        for _ in batches:
+            seen.append((handle.local_step, epoch))
+            count = handle.local_step if interval == "step" else epoch
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 0.9**count)
+            optimizer.step()
+            handle.local_step += 1
+            if interval == "step":
+                scheduler.step()
+            if handle.local_step == 13:
+                handle.ahead = num_ahead
+        if interval == "epoch":
+            scheduler.step()
+    expected = [*range(13), *range(13 + num_ahead, 60)]
+    assert seen == [(step, step // 10) for step in expected]
+    assert handle.end == 60
 
 
 # schedulers
