@@ -190,12 +190,13 @@ def _steps_per_epoch(trainer: Any) -> int | None:
     """Return the optimizer steps in an epoch, or None if the loader has no length."""
     if math.isinf(trainer.num_training_batches):
         return None
-    return max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+    batches_per_step: int = trainer.accumulate_grad_batches
+    return max(1, math.ceil(trainer.num_training_batches / batches_per_step))
 
 
 def _num_steps(trainer: Any) -> int | None:
     """Return the optimizer steps of the training, or None if it has no such limit."""
-    limits = [] if trainer.max_steps < 0 else [trainer.max_steps]
+    limits: list[int] = [] if trainer.max_steps < 0 else [trainer.max_steps]
     per_epoch = _steps_per_epoch(trainer)
     if per_epoch is not None and trainer.max_epochs >= 0:
         limits.append(trainer.max_epochs * per_epoch)
