@@ -190,8 +190,8 @@ def _steps_per_epoch(trainer: Any) -> int | None:
     """Return the optimizer steps in an epoch, or None if the loader has no length."""
     if math.isinf(trainer.num_training_batches):
         return None
-    batches_per_step: int = trainer.accumulate_grad_batches
-    return max(1, math.ceil(trainer.num_training_batches / batches_per_step))
+    num_steps: int = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    return max(1, num_steps)
 
 
 def _num_steps(trainer: Any) -> int | None:
