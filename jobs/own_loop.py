@@ -5,9 +5,9 @@ Expected:  center test accuracy above 95%
 Time:      about 50 s, most of it to start Ray and its processes
 Hardware:  two shared CPU cores
 
-Model, optimizer, data and loop are plain PyTorch. Three lines are raydl's: ``attach``, ``step`` in
-place of the optimizer's step, and ``center`` for the evaluation. docs/attach.md says what happens
-when workers join or leave.
+Model, optimizer, data and loop are plain PyTorch. Four lines are raydl's: ``attach``, ``epochs`` in
+place of ``range``, ``step`` in place of the optimizer's step, and ``center`` for the evaluation.
+docs/attach.md says what happens when workers join or leave.
 """
 
 import os
@@ -21,6 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv(
 import ray
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import raydl
 from raydl.data import load
@@ -48,12 +49,12 @@ class Worker:
             model, optimizer, method="sync-easgd", name="digits", num_workers=NUM_WORKERS
         ) as elastic:
             own = slice(elastic.rank, None, NUM_WORKERS)
-            for _ in range(num_epochs):
-                for batch in torch.split(torch.randperm(len(labels[own])), 32):
+            samples = TensorDataset(pictures[own], labels[own])
+            loader = DataLoader(samples, batch_size=32, shuffle=True)
+            for _, batches in elastic.epochs(loader, num_epochs):  # in place of range
+                for batch, targets in batches:
                     optimizer.zero_grad()
-                    loss = nn.functional.cross_entropy(
-                        model(pictures[own][batch]), labels[own][batch]
-                    )
+                    loss = nn.functional.cross_entropy(model(batch), targets)
                     loss.backward()  # type: ignore[no-untyped-call]
                     elastic.step()  # in place of optimizer.step()
             with elastic.center(), torch.no_grad():

@@ -45,6 +45,8 @@ class Signal(enum.Enum):
     """A worker waits to join: all members leave the generation after the next exchange."""
     OVER = "over"
     """The generation is over or continues without this worker: wait for another invitation."""
+    ENDED = "ended"
+    """The training has ended: a member has reached its end. This one ends after its exchange."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Invitation:
     """The worker whose copy of the center all start from; None: the server has the center."""
     age: Age
     """Age of that copy."""
+    has_ended: bool = False
+    """Whether the training has ended, so that the worker only fetches the center."""
 
     @property
     def generation(self) -> int:
@@ -79,6 +83,9 @@ class Rendezvous:
     In synchronous methods, all members leave a generation together and form the next one. In
     methods with messages, each worker joins and leaves alone while the others train on. The first
     generation always forms together, to agree on a center.
+
+    The training ends for all when the first member says that it has reached the end. The others end
+    after the exchange that they are in. A worker that comes later receives the center and ends.
 
     Args:
         name: name of the run, for messages.
@@ -119,6 +126,10 @@ class Rendezvous:
         self._copy_age = NO_COPY
         """Age of the server's copy of the center."""
         self._over_since: float | None = None
+        self.has_ended = False
+        """Whether a member has reached the end of the training."""
+        self._ended: set[str] = set()
+        """The workers that have ended and may still read the center."""
         self._num_left = 0
         self._unused_since = clock()
 
@@ -178,13 +189,17 @@ class Rendezvous:
         if self._entered.get(worker_id) == generation:
             self._heartbeat_at[worker_id] = now
         self._drop_silent(now)
+        if worker_id in self._ended:
+            self._unused_since = now
         if self._entered.get(worker_id) != generation:
             return Signal.OVER
         if self._over_since is None:
             is_wanted = self._is_together and len(self._entered) < self._max and self._newcomers()
-            return Signal.REGROUP if is_wanted else Signal.GO_ON
+            if is_wanted:
+                return Signal.REGROUP
+            return Signal.ENDED if self.has_ended else Signal.GO_ON
         # Unless a member was lost, this one may still complete the round of the others.
-        is_whole = len(self._entered) == self.membership.num_workers
+        is_whole = self.has_ended or len(self._entered) == self.membership.num_workers
         grace_s = _GRACE_S if is_whole else 0.0
         return Signal.OVER if now - self._over_since >= grace_s else Signal.REGROUP
 
@@ -198,12 +213,21 @@ class Rendezvous:
             return generation == self.membership.generation
         return self._entered == {worker_id: generation}
 
-    def leave_rendezvous(self, worker_id: str, generation: int) -> None:
-        """Remove a worker that leaves for good."""
+    def leave_rendezvous(self, worker_id: str, generation: int, *, has_ended: bool = False) -> None:
+        """Remove a worker that leaves for good.
+
+        Args:
+            worker_id: its id.
+            generation: the generation that it was last invited into.
+            has_ended: whether it has reached the end of the training, which then has ended for the
+                other members, too. It may go on to read the center, and leaves again after that.
+        """
         now = self._clock()
         self._waiting.pop(worker_id, None)
         self._heartbeat_at.pop(worker_id, None)
+        (self._ended.add if has_ended else self._ended.discard)(worker_id)
         if self._entered.get(worker_id) == generation:
+            self.has_ended |= has_ended
             self._num_left += 1
             self._remove(worker_id, now)
         self._drop_silent(now)
@@ -281,7 +305,7 @@ class Rendezvous:
 
     def _num_needed(self) -> int:
         """Return the fewest members: workers that left for good need no replacement."""
-        return max(1, self._min - self._num_left)
+        return 1 if self.has_ended else max(1, self._min - self._num_left)
 
     def _form(self, now: float) -> None:
         """Form the next generation, if it can form now."""
@@ -313,7 +337,7 @@ class Rendezvous:
         for worker_id in worker_ids:
             del self._waiting[worker_id]
             self._entered[worker_id] = self.membership.generation
-            self._invitations[worker_id] = Invitation(self.membership, source, age)
+            self._invitations[worker_id] = Invitation(self.membership, source, age, self.has_ended)
 
     def _furthest(self, chosen: tuple[str, ...]) -> tuple[str | None, Age]:
         """Return (the worker with the furthest copy of the center, the age of that copy).
@@ -321,11 +345,13 @@ class Rendezvous:
         Only members of the previous generation have one: the rounds of a worker that was left out
         are not in the others' center. In the first generation, all workers are new. Later a new
         worker has one if no member is left, and it has loaded a center further than the server's.
+        After the end of the training the server has the center of the worker that reached it.
         """
         if not self._is_together:
             return None, NO_COPY
         before, waiting = self.membership.generation, {w: self._waiting[w] for w in chosen}
-        known = {w: x.age for w, x in waiting.items() if x.generation == before and x.age > NO_COPY}
+        least = self._copy_age if self.has_ended else NO_COPY
+        known = {w: x.age for w, x in waiting.items() if x.generation == before and x.age > least}
         loaded = {
             w: x.age for w, x in waiting.items() if x.generation == 0 and x.age > self._copy_age
         }
@@ -445,15 +471,19 @@ class RendezvousServer(CenterEndpoint):
             self._apply_changes()
             return signal
 
-    def leave_rendezvous(self, worker_id: str, generation: int, has_copy: bool) -> bool:
+    def leave_rendezvous(
+        self, worker_id: str, generation: int, has_copy: bool, has_ended: bool = False
+    ) -> bool:
         """Remove a worker that leaves for good, unless it is to ``put`` its copy before.
 
         The last member stays until its copy is here: waiting workers would start from an older one.
+        So does the first that has reached the end: all others end with its center.
 
         Args:
             worker_id: its id.
             generation: the generation that it was last invited into.
             has_copy: whether it has a copy of the center that it has not ``put``.
+            has_ended: as for ``Rendezvous.leave_rendezvous``.
 
         Returns:
             Whether it is to ``put`` its copy, and to leave then.
@@ -462,10 +492,13 @@ class RendezvousServer(CenterEndpoint):
             is_to_put = (
                 has_copy
                 and self._job.method.is_sync
-                and self._rendezvous.is_last(worker_id, generation)
+                and (
+                    self._rendezvous.is_last(worker_id, generation)
+                    or (has_ended and not self._rendezvous.has_ended)
+                )
             )
             if not is_to_put:
-                self._rendezvous.leave_rendezvous(worker_id, generation)
+                self._rendezvous.leave_rendezvous(worker_id, generation, has_ended=has_ended)
             self._apply_changes()
             return is_to_put
 

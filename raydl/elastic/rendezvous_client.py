@@ -43,6 +43,8 @@ class Entry:
     """The snapshot to start from; None: this worker's own copy of the center."""
     non_trainable: NonTrainable | None = None
     """The non-trainable state that all workers begin with; None: this worker has it already."""
+    has_ended: bool = False
+    """Whether the training has ended: another worker has reached its end."""
 
 
 @dataclass
@@ -92,6 +94,7 @@ class RendezvousClient:
         self._preferred_id = preferred_id
         self._stale_age: Age | None = None
         self._has_entered = False
+        self._has_ended_training = False
         self._server: RendezvousServer | None = None
         self._transport: Transport | None = None
         self._current = _Participation()
@@ -145,8 +148,8 @@ class RendezvousClient:
         self._transport = transport = self._make_transport(
             self.worker_id, invitation.membership, current.abandoned
         )
-        self._stale_age, self._has_entered = None, True
-        return Entry(invitation.membership, transport, snapshot, first)
+        self._stale_age, self._has_entered, self._has_ended_training = None, True, False
+        return Entry(invitation.membership, transport, snapshot, first, invitation.has_ended)
 
     def check(self) -> None:
         """Raise an AttachError if this worker is detached."""
@@ -200,19 +203,38 @@ class RendezvousClient:
         server, was_ended = self._server, self._ended.is_set()
         try:
             if server is not None and not was_ended:
-                self._leave(server, own)
+                self._leave(server, None if self._has_ended_training else own)
         finally:
             self._ended.set()
             self._close_transport()
 
-    def _leave(self, server: RendezvousServer, own: Callable[[], Snapshot] | None) -> None:
+    def end_training(self, own: Callable[[], Snapshot]) -> None:
+        """Say that this worker has reached the end of the training, so that the others end, too.
+
+        It may go on to read the center, and leaves with ``leave_rendezvous``.
+
+        Args:
+            own: returns this worker's copy of the center, with which the others end.
+        """
+        if self._server is not None and not self._ended.is_set():
+            self._leave(self._server, own, has_ended=True)
+            self._has_ended_training = True
+
+    def _leave(
+        self,
+        server: RendezvousServer,
+        own: Callable[[], Snapshot] | None,
+        *,
+        has_ended: bool = False,
+    ) -> None:
         """Leave at the server; the heartbeats go on until then."""
         generation = self._current.generation
         has_copy = own is not None and self._has_entered and self._stale_age is None
         with contextlib.suppress(AttachError):  # the server was lost
-            if server.leave_rendezvous(self.worker_id, generation, has_copy) and own is not None:
+            leave = server.leave_rendezvous
+            if leave(self.worker_id, generation, has_copy, has_ended) and own is not None:
                 server.put(generation, own())
-                server.leave_rendezvous(self.worker_id, generation, False)
+                leave(self.worker_id, generation, False, has_ended)
 
     def stop_heartbeats(self) -> None:
         """Send no more heartbeats: within a lease this worker counts as lost."""

@@ -2,7 +2,8 @@
 
 The trainer's optimizer is attached when the trainer creates it. During the training the trainer
 evaluates and saves the center; its replica is in the optimizer's part of a checkpoint, so that a
-training that is resumed goes on with both.
+training that is resumed goes on with both. Step, epoch, learning rate and end are those of all
+workers: a trainer that joins late moves on to their step.
 """
 
 from __future__ import annotations
@@ -16,26 +17,80 @@ from transformers.training_args import ParallelMode
 from raydl.core.state_names import own_keys
 from raydl.errors import ConfigError
 from raydl.ray_backend.attach import attach, seed_of_worker
+from raydl.worker.epochs import length_of
+from raydl.worker.schedulers import follow
 from raydl.worker.user_loop import Attached
 
 
 class ElasticCallback(TrainerCallback):  # type: ignore[misc]
-    """Begins and ends the elastic training of a trainer; ``attach_trainer`` adds it."""
+    """Begins and ends the elastic training of a trainer; ``attach_trainer`` adds it.
+
+    Args:
+        trainer: the trainer.
+    """
 
     elastic: Attached | None = None
     """The handle of ``raydl.attach``; None: the training has not begun, or has ended."""
     plain: Any = None
     """The optimizer that the handle stands in for; None: as for ``elastic``."""
 
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._num_batches = self._batches_per_step = 1
+        self._has_moved = False
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Join the others, with a replica that the trainer may have loaded."""
-        if self.elastic is not None:
-            self.elastic.join()
+        """Join the others at their step, with a replica that the trainer may have loaded."""
+        if self.elastic is None:
+            return
+        self._batches_per_step = args.gradient_accumulation_steps
+        self._num_batches = length_of(kwargs["train_dataloader"]) or (
+            state.max_steps * self._batches_per_step  # one long epoch
+        )
+        self._has_moved = False
+        self.elastic.set_end(state.max_steps)
+        self.elastic.begin_at(state.global_step)
+        self.elastic.join()
+        num_ahead = self.elastic.pop_num_ahead()
+        if num_ahead and self.elastic.is_over:
+            # The trainer takes a step even if none is left.
+            self.elastic.takes_steps, num_ahead = False, num_ahead - 1
+        self._move_on(num_ahead, state, kwargs["lr_scheduler"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move on to the step of the others, if this worker has entered behind them."""
+        if self.elastic is None:
+            return
+        epoch = self.elastic.epoch
+        self._move_on(self.elastic.pop_num_ahead(), state, kwargs["lr_scheduler"])
+        if self._has_moved:
+            # The rest of the epoch that it entered in is shorter than the trainer's own epoch.
+            control.should_epoch_stop |= self.elastic.epoch > epoch
+
+    def _move_on(self, num_ahead: int, state: Any, scheduler: Any) -> None:
+        """Move the trainer on by some steps, and note its epoch."""
+        assert self.elastic is not None, "called during the training"
+        if num_ahead:
+            self._has_moved = True
+            # It counts skipped steps, too.
+            state.global_step = min(state.global_step + num_ahead, state.max_steps)
+            # The means of losses and speeds are over the steps that this trainer takes.
+            for name in ("_initial_global_step", "_globalstep_last_logged"):
+                setattr(self._trainer, name, getattr(self._trainer, name, 0) + num_ahead)
+            if not self.elastic.is_over:
+                follow(scheduler, num_ahead)
+        steps_per_epoch = -(-self._num_batches // self._batches_per_step)
+        self.elastic.epoch, step = divmod(state.global_step, steps_per_epoch)
+        if self._has_moved:
+            num_batches = min(step * self._batches_per_step, self._num_batches)
+            state.epoch = self.elastic.epoch + num_batches / self._num_batches
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the others; the model then holds the center, or the best checkpoint."""
         if self.elastic is None:
             return
+        if state.global_step >= state.max_steps:
+            self.elastic.finish()
         if state.best_model_checkpoint is None or not args.load_best_model_at_end:
             model = kwargs["model"]
             model.load_state_dict(own_keys(model, self.elastic.center_state_dict()))
@@ -65,7 +120,7 @@ def attach_trainer(trainer: Trainer, **options: Any) -> ElasticCallback:
         ConfigError: if the trainer cannot be attached.
     """
     _check(trainer)
-    callback = ElasticCallback()
+    callback = ElasticCallback(trainer)
 
     create_optimizer, train = trainer.create_optimizer, trainer.train
 

@@ -3,7 +3,11 @@
 The arithmetic is in ``raydl.core.replica.Replica``, and the strategies decide which exchanges
 happen when, as in ``raydl.worker.loop``; but here the user's loop makes the calls. An exchange
 begins at the end of the step before the one that it is due in, so that it overlaps with the user's
-forward and backward. The settings that all workers must agree on are checked before anything
+forward and backward.
+
+All workers count the same steps: one that enters is never behind the others, and the training ends
+for all when one of them reaches the end. ``Attached.epochs`` (in ``raydl.worker.epochs``) lets a
+loop follow this count. The settings that all workers must agree on are checked before anything
 starts. A model can be attached only once at a time.
 """
 
@@ -11,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -43,9 +48,12 @@ from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, ExchangeError, ShapeError, StepError
 from raydl.metrics import TimeParts
 from raydl.tasks import Batch
+from raydl.worker.epochs import Epochs, Interval
 from raydl.worker.round_runner import RoundRunner
 
+_logger = logging.getLogger(__name__)
 _Loss = TypeVar("_Loss")
+_Item = TypeVar("_Item")
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str]] = weakref.WeakKeyDictionary()
 """By model, a weak reference to its handle, which may be deleted without a detach, and the name of
 the run."""
@@ -302,6 +310,15 @@ class Attached(Optimizer):
         self.saves_frozen = True
         """Whether ``state_dict()`` has frozen parameters. Where a library saves the model as well,
         those of a large frozen model need not be there twice."""
+        self.takes_steps = True
+        """Whether ``step()`` does anything. A library that takes one more step after the end sets
+        False."""
+        self.epoch = 0
+        """Number of the pass over the data, from 0; set by the loop that ``epochs()`` or a library
+        runs."""
+        self._end: int | None = None
+        self._has_ended = False
+        self._num_ahead = 0
         self._num_failed = self._num_skipped = 0
         # For a loop that does not call detach().
         weakref.finalize(self, rendezvous.stop_heartbeats).atexit = False
@@ -331,7 +348,8 @@ class Attached(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_and_exchange()
+        if self.takes_steps:
+            self._step_and_exchange()
         return loss
 
     def _step_and_exchange(self) -> None:
@@ -361,8 +379,108 @@ class Attached(Optimizer):
 
     @property
     def local_step(self) -> int:
-        """Local steps so far; a newcomer's count includes the others' steps before it joined."""
+        """Local steps so far; a newcomer's count includes the others' steps before it joined.
+
+        Whenever a worker enters, also after it was left out, it is at least at the step of the
+        others. So it may rise by more than one in a ``step()``.
+        """
         return self._runner.local_step
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def end(self) -> int | None:
+        """The number of steps of the training; None if the loop has not said it."""
+        return self._end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training has ended: this worker or another one has reached its end."""
+        return self._has_ended or (self._end is not None and self.local_step >= self._end)
+
+    def epochs(
+        self,
+        loader: Iterable[_Item],
+        num_epochs: int | None = None,
+        *,
+        num_steps: int | None = None,
+        scheduler: Any = None,
+        interval: Interval = "step",
+        batches_per_step: int = 1,
+    ) -> Iterator[tuple[int, Iterator[_Item]]]:
+        """Return (number of the epoch, its batches) for each epoch, in step with the others.
+
+        A worker that joins late begins in the epoch of the others, takes the batches that are left
+        of it, and has their learning rate. All workers end when the first one has reached the end.
+        The loop replaces ``for epoch in range(num_epochs)``, and the loop in it goes over the
+        batches in place of the loader.
+
+        Args:
+            loader: the batches of an epoch, such as a ``DataLoader``. Without a length it needs
+                ``num_steps``, and a newcomer begins with its first batch.
+            num_epochs: number of epochs; None: ``num_steps`` is the length.
+            num_steps: number of steps; None: ``num_epochs`` is the length.
+            scheduler: a scheduler of ``torch.optim.lr_scheduler``. You go on calling its
+                ``step()``; it is brought to the step of the others, or to their epoch.
+            interval: whether you step the scheduler once per ``"step"`` or ``"epoch"``.
+            batches_per_step: batches of a step, with gradient accumulation.
+
+        Raises:
+            ConfigError: if an argument is wrong, or a scheduler needs scores, as
+                ``ReduceLROnPlateau`` does: it cannot be brought to a step.
+        """
+        return iter(
+            Epochs(
+                self,
+                loader,
+                num_epochs,
+                num_steps=num_steps,
+                scheduler=scheduler,
+                interval=interval,
+                batches_per_step=batches_per_step,
+            )
+        )
+
+    def set_end(self, num_steps: int | None) -> None:
+        """Set the number of steps of the training; ``epochs()`` does so itself."""
+        self._end = num_steps
+        if self._has_ended:
+            self._move_to(num_steps or 0)
+
+    def begin_at(self, step: int) -> None:
+        """Set the step of a loop that is resumed, before the worker joins the others."""
+        if self._runner.strategy is None:
+            self._runner.local_step = max(self.local_step, step)
+
+    def pop_num_ahead(self) -> int:
+        """Return how many steps the others were ahead of this worker, since the last call.
+
+        By so many steps its loop and its schedulers are to move on.
+        """
+        num_ahead, self._num_ahead = self._num_ahead, 0
+        return num_ahead
+
+    def finish(self) -> None:
+        """Say that the training has reached its end, so that all other workers end, too.
+
+        ``epochs()`` does so itself. The center can still be read; then leave with ``detach()``.
+        """
+        self._note_end()
+        if self._runner.strategy is not None:
+            self._rendezvous.end_training(self._center)
+
+    def _note_end(self) -> None:
+        self._has_ended = True
+        self._move_to(self._end or 0)
+
+    def _move_to(self, step: int) -> None:
+        """Move the count of steps on to a step, if it is behind."""
+        num_ahead = max(0, step - self.local_step)
+        self._runner.local_step += num_ahead
+        self._num_ahead += num_ahead
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -561,6 +679,7 @@ class Attached(Optimizer):
 
     def _enter(self) -> None:
         with self._parts.measure("initialization"):
+            is_new = self._runner.strategy is None
             entry = self._rendezvous.enter(self._age(), self._center, self._first_non_trainable)
             snapshot = entry.snapshot or self._center()
             if entry.non_trainable is not None:  # the loaded state, if any, is this worker's own
@@ -570,6 +689,16 @@ class Attached(Optimizer):
             self._start_replica(snapshot)
             self._runner.worker_id = self._rendezvous.worker_id
             self._runner.enter(entry.membership, entry.transport, snapshot)
+        if entry.has_ended:
+            self._note_end()
+        if entry.has_ended and is_new:
+            _logger.warning(
+                "the training %r has ended at step %d, so worker %s does not begin; to train "
+                "again, attach under another name",
+                self._rendezvous.name,
+                snapshot.progress.local_step,
+                self._rendezvous.worker_id,
+            )
 
     def _first_non_trainable(self) -> NonTrainable:
         """Return the non-trainable state of this worker's model, for all workers to start with."""
@@ -592,12 +721,12 @@ class Attached(Optimizer):
     def _start_replica(self, snapshot: Snapshot) -> None:
         """Bring the replica to the start of a generation."""
         self._flat.rebind()
+        self._move_to(snapshot.progress.local_step)
         if self._runner.strategy is not None:
             self._runner.catch_up(snapshot)
             return
         self._runner.is_behind = False
         if self._loaded is None:
-            self._runner.local_step = max(self.local_step, snapshot.progress.local_step)
             self._runner.become(snapshot)
         elif (
             self._method.rule.sends is not Sends.WEIGHTS
@@ -629,7 +758,8 @@ class Attached(Optimizer):
         runner = self._runner
         if runner.num_left:
             # A pending exchange may still arrive.
-            if self._rendezvous.signal is Signal.OVER and not runner.num_pending:
+            is_over = self._rendezvous.signal is Signal.OVER and not runner.num_pending
+            if is_over and not self._ends_in_round():
                 raise ExchangeError(runner.round, runner.generation, "the generation is over")
             self._begin_step()
             return
@@ -638,10 +768,19 @@ class Attached(Optimizer):
         runner.pop_records()  # dropped, or they would pile up
         for lost in runner.pop_lost_residuals():
             warnings.warn(lost.sentence(runner.worker_id), RuntimeWarning, stacklevel=2)
+        if self._rendezvous.signal is Signal.ENDED and not self._has_ended:
+            self._note_end()
         if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
             self._open_round()
         else:
             self._join()
+
+    def _ends_in_round(self) -> bool:
+        """Return whether the training ends before the last step of this round.
+
+        Then the others may have left before this worker, which needs them no more.
+        """
+        return self._end is not None and self._end < self.local_step + self._runner.num_left
 
     def _has_finite_gradients(self) -> bool:
         """Return whether all gradients are finite; True if there are none."""
@@ -688,9 +827,11 @@ class Attached(Optimizer):
         self._flat.non_trainable.load(non_trainable)
 
     def _center(self) -> Snapshot:
-        """Return this worker's copy of the center."""
+        """Return this worker's copy of the center, with this worker's count of steps."""
         if self._runner.strategy is not None:
-            return self._runner.center()
+            center = self._runner.center()
+            progress = dataclasses.replace(center.progress, local_step=self.local_step)
+            return dataclasses.replace(center, progress=progress)
         if self._loaded is not None:
             return self._loaded
         first = first_snapshot(self._flat, ENDLESS)

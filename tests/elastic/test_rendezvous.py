@@ -320,6 +320,60 @@ def test_by_messages_the_run_begins_again_if_its_first_worker_dies_at_the_start(
     assert invitation.source == "w1"
 
 
+# the end of the training
+
+
+def test_a_member_that_has_ended_ends_the_generation_and_the_next_one_has_ended():
+    harness = RendezvousHarness((2, 3))
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.note_center((3, 3))
+    assert harness.heartbeat("w1", 1) is Signal.GO_ON
+    harness.rendezvous.leave_rendezvous("w0", 1, has_ended=True)
+    assert harness.heartbeat("w1", 1) is Signal.REGROUP, "it may complete its round"
+    harness.advance(2, w1=1)
+    assert harness.heartbeat("w1", 1) is Signal.OVER
+    invitation = harness.poll("w1", 1, (2, 2))
+    assert invitation.has_ended
+    assert invitation.source is None, "it ends with the center of the one that has ended"
+
+
+def test_after_the_end_one_worker_is_invited_alone():
+    harness = RendezvousHarness((2, 3))
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.note_center((3, 3))
+    for worker_id in ("w0", "w1"):
+        harness.rendezvous.leave_rendezvous(worker_id, 1, has_ended=True)
+    assert harness.poll("w2").has_ended
+
+
+def test_a_worker_outside_the_generation_does_not_end_it():
+    harness = RendezvousHarness((1, 3))
+    harness.poll_all("w0", "w1")
+    harness.advance(LEASE_S, w0=1)  # w1 is suspended
+    assert harness.poll("w0", 1).membership.worker_ids == ("w0",)
+    harness.rendezvous.leave_rendezvous("w1", 1, has_ended=True)
+    assert harness.heartbeat("w0", 2) is Signal.GO_ON
+
+
+def test_by_messages_the_members_hear_of_the_end():
+    harness = RendezvousHarness((2, 3), in_rounds=False)
+    harness.poll_all("w0", "w1")
+    harness.rendezvous.note_center()
+    harness.rendezvous.leave_rendezvous("w0", 1, has_ended=True)
+    assert harness.heartbeat("w1", 1) is Signal.ENDED
+
+
+def test_the_rendezvous_is_not_unused_while_a_worker_that_has_ended_reads_the_center():
+    harness = RendezvousHarness((1, 3))
+    harness.poll_all("w0")
+    harness.rendezvous.leave_rendezvous("w0", 1, has_ended=True)
+    harness.advance(100, w0=1)
+    assert harness.rendezvous.unused_s() == 0.0
+    harness.rendezvous.leave_rendezvous("w0", 1)
+    harness.advance(100, w0=1)
+    assert harness.rendezvous.unused_s() == 100.0
+
+
 # user loops in threads
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
-from raydl.elastic.rendezvous import RendezvousServer
+from raydl.elastic.rendezvous import RendezvousServer, Signal
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.worker.in_process import LocalCenterClient, LocalGroup
 from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
@@ -100,6 +101,65 @@ def attach_alone(
     gpus = float(any(p.is_cuda for p in model.parameters()))
     config = user_loop_config(MethodConfig(name=method, period=4), 1, gpus=gpus)
     return Threads(config).attach(model, optimizer, worker_id)
+
+
+class Leader:
+    """A worker that is at a step when a second one joins, and goes on to the end with it.
+
+    Args:
+        make_model: makes the model of both.
+        num_steps: length of the training.
+        joined_at: the step at which it waits until the second one attaches.
+        method: of both.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], torch.nn.Module],
+        *,
+        num_steps: int,
+        joined_at: int,
+        method: str = "sync-easgd",
+    ) -> None:
+        self.threads = Threads(user_loop_config(MethodConfig(name=method, period=2), (1, 2)))
+        self.num_steps, self.joined_at, self.num_taken = num_steps, joined_at, 0
+        self.model = make_model()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self._is_ready, self._is_joined = threading.Event(), threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(self._train)
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        worker_id: str | None = None,
+        **_: Any,
+    ) -> Attached:
+        """Attach the second worker, as ``raydl.attach`` does."""
+        assert self._is_ready.wait(TIMEOUT_S)
+        self._is_joined.set()
+        return self.threads.attach(model, optimizer, worker_id)
+
+    def center(self) -> dict[str, torch.Tensor]:
+        """Return the center at the end."""
+        return self._future.result(timeout=60)
+
+    def _train(self) -> dict[str, torch.Tensor]:
+        with self.threads.attach(self.model, self._optimizer, "leader") as elastic:
+            for _, batches in elastic.epochs([None], num_steps=self.num_steps):
+                for _ in batches:
+                    self._optimizer.zero_grad()
+                    sum(p.square().sum() for p in self.model.parameters()).backward()
+                    elastic.step()
+                    self.num_taken += 1
+                    if elastic.local_step == self.joined_at:
+                        self._is_ready.set()
+                        assert self._is_joined.wait(TIMEOUT_S)
+                        while elastic._rendezvous.signal is not Signal.REGROUP:
+                            time.sleep(0.01)  # until the second one waits to join
+            return elastic.center_state_dict()
 
 
 def copy_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

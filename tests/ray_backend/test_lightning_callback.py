@@ -2,15 +2,19 @@
 
 import re
 import runpy
+import time
 
 import pytest
+import ray
 import torch
 from repository import ROOT
-from user_loops import Threads, attach_alone, copy_state, equal_states, user_loop_config
+from user_loops import Leader, Threads, attach_alone, copy_state, equal_states, user_loop_config
 
+import raydl
 from raydl.config import MethodConfig
 from raydl.errors import ConfigError
 
+BOUND_S = 200
 JOB = ROOT / "jobs/lightning_module.py"
 QUIET = "ignore::UserWarning:lightning", "ignore:.*LeafSpec:FutureWarning"
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -194,6 +198,161 @@ def test_two_optimizers_are_refused_with_one_sentence(job, tmp_path, alone):
 
     with pytest.raises(ConfigError, match="must be one, but configure_optimizers returned 2"):
         fit(job, tmp_path, alone, module=Two())
+
+
+# joining late
+
+
+def line_module(seen, *, interval="step", is_manual=False):
+    """Return a module that notes (step: epoch, batch, rate) before each optimizer step."""
+    import lightning
+
+    class Line(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(4, 4)
+            self.automatic_optimization = not is_manual
+
+        def training_step(self, batch, number):
+            loss = torch.nn.functional.mse_loss(self.line(batch[0]), batch[0])
+            optimizer = self.optimizers()
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+            seen[self.global_step] = (
+                self.current_epoch, progress.ready, optimizer.param_groups[0]["lr"]
+            )  # fmt: skip
+            if is_manual:
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                if interval == "step" or self.trainer.is_last_batch:
+                    self.lr_schedulers().step()
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 40)
+            if is_manual:
+                return [optimizer], [schedule]
+            return [optimizer], [{"scheduler": schedule, "interval": interval}]
+
+    return Line()
+
+
+def fit_line(module, callbacks, **length):
+    """Train a line on 10 batches per epoch; return the trainer."""
+    import lightning
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=callbacks, **length,
+    )  # fmt: skip
+    samples = torch.utils.data.TensorDataset(torch.randn(40, 4))
+    trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=4))
+    return trainer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({}, {"max_steps": 33}),
+        ({"interval": "epoch"}, {"max_epochs": 3}),
+        ({}, {"max_epochs": 6, "accumulate_grad_batches": 3}),
+        ({"is_manual": True}, {"max_steps": 33}),
+        ({"is_manual": True, "interval": "epoch"}, {"max_epochs": 3}),
+    ],
+)
+def test_a_late_trainer_has_step_epoch_rate_and_end_of_the_others(monkeypatch, options, length):
+    from raydl.ray_backend import lightning_callback
+
+    expected, seen = {}, {}
+    num_steps = fit_line(line_module(expected, **options), [], **length).global_step
+    module = line_module(seen, **options)
+    leader = Leader(lambda: line_module({}, **options), num_steps=num_steps, joined_at=14)
+    monkeypatch.setattr(lightning_callback, "attach", leader.attach)
+    manual = {"manual_schedulers": options.get("interval", "step")}
+    callback = lightning_callback.LightningCallback(worker_id="w1", **manual)
+    trainer = fit_line(module, [callback], **length)
+    assert 14 <= min(seen) <= 16
+    assert seen == {step: expected[step] for step in range(min(seen), num_steps)}
+    assert trainer.global_step == num_steps
+    assert trainer.current_epoch == -(
+        -num_steps // (4 if "accumulate_grad_batches" in length else 10)
+    )
+    assert equal_states(copy_state(module), leader.center())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("length", [{"max_steps": 10}, {"max_epochs": 1}])
+def test_a_trainer_that_comes_after_the_end_takes_no_step(monkeypatch, length):
+    from raydl.ray_backend import lightning_callback
+
+    leader = Leader(lambda: line_module({}), num_steps=10, joined_at=100)
+    center = leader.center()
+    leader._is_ready.set()
+    monkeypatch.setattr(lightning_callback, "attach", leader.attach)
+    seen = {}
+    module = line_module(seen)
+    fit_line(module, [lightning_callback.LightningCallback(worker_id="w1")], **length)
+    assert seen == {}
+    assert equal_states(copy_state(module), center)
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Fitter:
+    """Trains the module of the example, and notes (step: epoch, rate)."""
+
+    def __init__(self, path):
+        torch.set_num_threads(1)
+        self.job, self.seen = runpy.run_path(path), {}
+
+    def steps(self):
+        return dict(self.seen)
+
+    def fit(self, worker_id):
+        import lightning
+
+        seen = self.seen
+
+        class Slow(self.job["Perceptron"]):
+            def training_step(self, batch, number):
+                time.sleep(0.03)
+                rate = self.optimizers().param_groups[0]["lr"]
+                seen[self.global_step] = self.current_epoch, rate
+                return super().training_step(batch, number)
+
+            def configure_optimizers(self):
+                optimizer = super().configure_optimizers()
+                return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+        elastic = raydl.LightningCallback(
+            method="sync-easgd", name="late", num_workers=(1, 2), worker_id=worker_id
+        )
+        trainer = lightning.Trainer(
+            max_epochs=10, limit_train_batches=20, accelerator="cpu", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, callbacks=[elastic],
+        )  # fmt: skip
+        module = Slow()
+        trainer.fit(module, self.job["loader"]("train", shuffle=True))
+        return copy_state(module)
+
+
+@pytest.mark.cluster
+def test_a_replacement_has_step_epoch_rate_and_end_of_the_others_on_ray(cluster):
+    first, late = (Fitter.remote(str(JOB)) for _ in range(2))
+    assert ray.get(late.steps.remote(), timeout=BOUND_S) == {}
+    calls = [first.fit.remote("w0")]
+    deadline = time.monotonic() + BOUND_S
+    while len(ray.get(first.steps.remote(), timeout=BOUND_S)) < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    calls.append(late.fit.remote("w1"))
+    centers = ray.get(calls, timeout=BOUND_S)
+    all_steps, late_steps = ray.get([first.steps.remote(), late.steps.remote()], timeout=BOUND_S)
+    assert sorted(all_steps) == list(range(200))
+    assert min(late_steps) >= 30
+    assert late_steps == {step: all_steps[step] for step in range(min(late_steps), 200)}
+    assert equal_states(*centers)
 
 
 @pytest.mark.cluster

@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 import torch
-from user_loops import attach_alone, copy_state, equal_states
+from user_loops import Leader, attach_alone, copy_state, equal_states
 
 import raydl
 from raydl.config import ElasticConfig
@@ -200,6 +200,111 @@ def test_a_checkpoint_has_the_frozen_model_once(job, tmp_path, alone):
     assert (tmp_path / "checkpoint-8/optimizer.pt").stat().st_size < 0.2 * frozen
 
 
+# joining late
+
+
+class Line(torch.nn.Module):
+    """A line that returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 4)
+
+    def forward(self, x=None, labels=None):
+        return {"loss": torch.nn.functional.mse_loss(self.line(x), labels)}
+
+
+def line_trainer(folder, **arguments):
+    """Return a trainer of a line with 10 batches in an epoch, and what it sees at each step."""
+    import transformers
+
+    seen = {}
+
+    class Looking(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kw):
+            seen[state.global_step] = state.epoch, kw["lr_scheduler"].get_last_lr()
+
+    settings = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, learning_rate=1e-2, warmup_steps=4,
+        report_to="none", disable_tqdm=True, use_cpu=True, **arguments,
+    )  # fmt: skip
+    data = [{"x": torch.ones(4) * n, "labels": torch.ones(4)} for n in range(40)]
+    trainer = transformers.Trainer(
+        Line(), settings, train_dataset=data, eval_dataset=data[:4], callbacks=[Looking()]
+    )
+    return trainer, seen
+
+
+LENGTHS = [
+    {"max_steps": 33},
+    {"num_train_epochs": 3},
+    {"num_train_epochs": 6, "gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"},
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_late_trainer_has_step_epoch_rate_and_end_of_the_others(tmp_path, monkeypatch, length):
+    from raydl.ray_backend import transformers_trainer
+
+    plain, expected = line_trainer(tmp_path / "plain", save_strategy="no", **length)
+    plain.train()
+    num_steps = plain.state.global_step
+    leader = Leader(Line, num_steps=num_steps, joined_at=14)
+    monkeypatch.setattr(transformers_trainer, "attach", leader.attach)
+    intervals = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 8}
+    trainer, seen = line_trainer(tmp_path / "late", **intervals, logging_steps=5, **length)
+    raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w1")
+    trainer.train()
+    assert 15 <= min(seen) <= 17
+    assert seen == {step: expected[step] for step in range(min(seen), num_steps + 1)}
+    assert trainer.state.global_step == num_steps
+    assert equal_states(copy_state(trainer.model), leader.center())
+    logs = trainer.state.log_history
+    assert {log["step"] % 5 for log in logs if "loss" in log} == {0}
+    per_epoch = 10 if "gradient_accumulation_steps" not in length else 4
+    ends = [step for step in range(per_epoch, num_steps, per_epoch) if step >= min(seen)]
+    assert [log["step"] for log in logs if "eval_loss" in log] == [*ends, num_steps]
+    saved = {int(folder.name.split("-")[1]) for folder in (tmp_path / "late").iterdir()}
+    assert saved == {*(step for step in range(8, num_steps, 8) if step >= min(seen)), num_steps}
+
+
+@pytest.mark.processes
+def test_a_trainer_that_comes_after_the_end_takes_no_step(tmp_path, monkeypatch):
+    from raydl.ray_backend import transformers_trainer
+
+    leader = Leader(Line, num_steps=10, joined_at=100)
+    center = leader.center()
+    leader._is_ready.set()
+    monkeypatch.setattr(transformers_trainer, "attach", leader.attach)
+    trainer, seen = line_trainer(tmp_path, max_steps=10, save_strategy="no")
+    raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w1")
+    trainer.train()
+    assert list(seen) == [10]
+    assert equal_states(copy_state(trainer.model), center)
+
+
+@pytest.mark.processes
+def test_a_trainer_that_stops_early_does_not_end_the_others(tmp_path, monkeypatch):
+    import transformers
+
+    from raydl.ray_backend import transformers_trainer
+
+    class Stopping(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kw):
+            control.should_training_stop = state.global_step >= 20
+
+    leader = Leader(Line, num_steps=30, joined_at=14)
+    monkeypatch.setattr(transformers_trainer, "attach", leader.attach)
+    trainer, seen = line_trainer(tmp_path, max_steps=30, save_strategy="no")
+    trainer.add_callback(Stopping())
+    raydl.attach_trainer(trainer, method="sync-easgd", worker_id="w1")
+    trainer.train()
+    assert max(seen) == 20
+    leader.center()
+    assert leader.num_taken == 30
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["is_deepspeed_enabled", "is_fsdp_enabled", "parallel"])
 def test_a_trainer_that_shards_or_is_parallel_is_refused(job, tmp_path, monkeypatch, what):
@@ -229,12 +334,13 @@ class Tuner:
         import transformers
 
         torch.set_num_threads(1)
-        self.job, self.num_steps = runpy.run_path(path), 0
+        self.job, self.num_steps, self.rates = runpy.run_path(path), 0, {}
         training_step = transformers.Trainer.training_step
 
-        def count(*arguments, **named):
+        def count(trainer, *arguments, **named):
             self.num_steps += 1
-            return training_step(*arguments, **named)
+            self.rates[trainer.state.global_step] = trainer.optimizer.param_groups[0]["lr"]
+            return training_step(trainer, *arguments, **named)
 
         transformers.Trainer.training_step = count
 
@@ -244,20 +350,31 @@ class Tuner:
     def steps(self):
         return self.num_steps
 
+    def rate_by_step(self):
+        return self.rates
+
     def train(self, folder):
         return self.job["train"](folder, (1, 2), elastic=ElasticConfig(lease_s=3.0))
 
 
 @pytest.mark.cluster
-def test_the_example_learns_although_one_of_its_two_workers_is_killed(cluster, root, tmp_path):
-    actors = [Tuner.remote(str(root / "jobs/transformers_lora.py")) for _ in range(2)]
+def test_the_example_learns_although_one_of_its_two_workers_is_killed_and_replaced(
+    cluster, root, tmp_path
+):
+    actors = [Tuner.remote(str(root / "jobs/transformers_lora.py")) for _ in range(3)]
     pids = ray.get([actor.pid.remote() for actor in actors], timeout=BOUND_S)
+    replacement = actors.pop()
     calls = [actor.train.remote(str(tmp_path / f"w{n}")) for n, actor in enumerate(actors)]
     deadline = time.monotonic() + BOUND_S
     while min(ray.get([actor.steps.remote() for actor in actors], timeout=BOUND_S)) < 20:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(pids[1], signal.SIGKILL)
-    assert ray.get(calls[0], timeout=BOUND_S) > 0.9
+    late = replacement.train.remote(str(tmp_path / "w2"))
+    assert min(ray.get([calls[0], late], timeout=BOUND_S)) > 0.9
+    first, second = ray.get([actor.rate_by_step.remote() for actor in (actors[0], replacement)])
+    assert min(second) > 20, "it has the step of the others,"
+    assert second == {step: first[step] for step in second}, "their learning rate,"
+    assert max(second) <= max(first) == 499, "and their end"
     adapter = json.loads((tmp_path / "w0/adapter_config.json").read_text())
     assert adapter["r"] == 8
