@@ -88,7 +88,7 @@ class Totals:
     evaluations: tuple[dict[str, Any], ...] = ()
     """The scores of the center, oldest first: round, samples, seconds, and each metric."""
     longest_pause_s: float = 0.0
-    """The longest time between two generations of the same start."""
+    """The longest time in which no worker trained, in one start."""
     staleness_sum: float = 0.0
     """Sum of the staleness over all rounds."""
     period_sum: float = 0.0

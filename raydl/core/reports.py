@@ -141,6 +141,8 @@ class WorkerReport:
     """Duration of the newest round in seconds."""
     waiting_s: float = 0.0
     """Seconds that the worker has waited for an exchange until now; 0 while it computes."""
+    idle_s: float = 0.0
+    """Seconds since the worker last computed a gradient, for whatever reason; 0 while it does."""
     allreduce: AllreduceReport | None = None
     """All-reduce of the worker's group, if raydl chooses the algorithm."""
     scores: tuple[Evaluated, ...] = ()

@@ -55,6 +55,7 @@ from raydl.elastic.membership_policy import (
     Next,
     SyncMembership,
 )
+from raydl.elastic.pauses import TrainingPauses
 from raydl.elastic.planned_faults import PlannedFaults
 from raydl.elastic.plateau import Plateau
 from raydl.elastic.record_forwarder import RecordForwarder
@@ -137,6 +138,7 @@ class Controller:
             clock=clock,
         )
         self.stragglers = StragglerDetector()
+        self.pauses = TrainingPauses()
         self.planned_faults = PlannedFaults(
             worker_group, faults, first_round=first_round, first_seconds=first_seconds
         )
@@ -406,6 +408,8 @@ class Controller:
 
     def _on_report(self, report: WorkerReport) -> None:
         self.worker_registry.note_report(report)
+        if report.worker_id in self.worker_registry:
+            self.pauses.note(report, self._clock())
         for score in report.scores:
             self._on_score(score)
         run = self._run
@@ -545,6 +549,7 @@ class Controller:
         self.generation += 1
         self.num_generations += 1
         self._log(f"generation {self.generation}: {reason}")
+        self.pauses.keep_only({e.worker_id for e in self.worker_registry.entries()})
         numbered = dataclasses.replace(membership, generation=self.generation)
         self._recorder.formed(numbered, reason)
         return numbered

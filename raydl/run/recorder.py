@@ -27,15 +27,14 @@ from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StorageSilentError
 from raydl.metrics import (
-    TIME_PARTS,
     MembershipTable,
     MetricsWriter,
+    PartsPerWorker,
     RecentSpeed,
     StackHistory,
     WorkerCurves,
     charts,
     communication_share,
-    mean_parts,
     spread_of,
     time_values,
 )
@@ -144,12 +143,12 @@ class RunRecorder:
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
-        self._parts = dict.fromkeys(TIME_PARTS, 0.0)
+        self._parts = PartsPerWorker()
         self._history = StartTotalsHistory(
             StartTotals(
                 round=start.progress.round,
                 seconds=seconds_before,
-                time_parts=self._parts,
+                time_parts=self._parts.seconds,
                 at_s=self._opened_at,
                 trained_s=start.progress.seconds,
             )
@@ -224,7 +223,8 @@ class RunRecorder:
         if self.last is not None and record.progress.num_samples < self.last.progress.num_samples:
             self._go_back(record.progress.num_samples, self.last.progress.num_samples)
         self.last, self._ended_at = record, now
-        self._parts = mean_parts([r.time_parts for r in reports.values()])
+        by_worker = {worker_id: report.time_parts for worker_id, report in reports.items()}
+        self._parts.add(by_worker, num_workers=record.num_workers)
         self._add_up(record)
         self._speed.note(now, record.progress.num_samples)
         values = {
@@ -238,7 +238,7 @@ class RunRecorder:
             "exchange/bytes": record.exchange_bytes,
             "exchange/staleness": record.staleness,
             "exchange/period": record.period,
-            "exchange/communication_share": communication_share(self._parts),
+            "exchange/communication_share": communication_share(self._parts.seconds),
         }
         if (speed := self._speed.samples_per_s) is not None:
             values["throughput/samples_per_s"] = speed
@@ -253,8 +253,8 @@ class RunRecorder:
             values["data/left_out"] = num_left_out
         if num_refused := sum(self._controller.refused.values()) if self._controller else 0:
             values["exchange/refused"] = num_refused
-        values |= time_values(self._parts)
-        self._stack.add(record.progress.num_samples, self._parts)
+        values |= time_values(self._parts.seconds)
+        self._stack.add(record.progress.num_samples, self._parts.seconds)
         self._writer.scalars(values, num_samples=record.progress.num_samples, unix_s=_unix_s(now))
 
     def _add_up(self, record: Record) -> None:
@@ -266,7 +266,7 @@ class RunRecorder:
                 seconds=self.seconds,
                 staleness_sum=before.staleness_sum + record.staleness * num_rounds,
                 period_sum=before.period_sum + record.period * num_rounds,
-                time_parts=self._parts,
+                time_parts=self._parts.seconds,
                 at_s=record.at_s,
                 trained_s=record.progress.seconds,
             )
@@ -441,7 +441,7 @@ class RunRecorder:
             center_loss=self._evaluations[-1].get("loss") if self._evaluations else None,
             workers=workers,
             wanted_workers=scaling.wanted() if scaling.max_workers else "1",
-            communication_share=communication_share(self._parts) if last else None,
+            communication_share=communication_share(self._parts.seconds) if last else None,
         )
 
     def _totals(self, this_start: StartTotals) -> Totals:
@@ -449,7 +449,7 @@ class RunRecorder:
         run = self._controller
         return self._before.plus(
             evaluations=self._evaluations,
-            longest_pause_s=run.stragglers.longest_pause_s if run else 0.0,
+            longest_pause_s=run.pauses.longest_s if run else 0.0,
             staleness_sum=this_start.staleness_sum,
             period_sum=this_start.period_sum,
             time_parts=this_start.time_parts,

@@ -404,6 +404,7 @@ class Worker:
             waited_s=runner.waited_s,
             round_s=runner.round_s,
             waiting_s=self.parts.since("device_device_parameters"),
+            idle_s=self.parts.idle_s(),
             allreduce=runner.allreduce_report(),
             scores=scores,
             num_scored=num_scored,

@@ -164,7 +164,7 @@ def test_a_record_becomes_one_point_of_every_curve():
         SimpleNamespace(
             refused={"snapshots": 1, "messages": 2},
             generation=1,
-            stragglers=SimpleNamespace(longest_pause_s=0.0),
+            pauses=SimpleNamespace(longest_s=0.0),
             planned_faults=SimpleNamespace(fired=()),
         )
     )
@@ -252,6 +252,22 @@ def test_examples_are_drawn_occasionally_and_always_at_the_end():
 
 
 @pytest.mark.charts
+def test_seconds_per_worker_do_not_fall_when_the_membership_changes():
+    """A new generation begins with the report of one worker, and an old worker is replaced."""
+    recorder, memory = make(Store())
+    old = {"data_io": 100.0, "device_device_parameters": 50.0}
+    reports = {w: report_of(w, local_step=1, parts=parts(**old)) for w in ("w0", "w1")}
+    recorder.record(record_at(1, num_workers=2), reports)
+    newcomer = report_of("w2", local_step=2, parts=parts(data_io=1.0, initialization=9.0))
+    for step, present in enumerate([{"w2": newcomer}, {"w2": newcomer, "w0": reports["w0"]}], 2):
+        recorder.record(record_at(step, num_workers=2), present)
+    for name in ("time/data_io", "time/device_device_parameters", "time_stacked/data_io"):
+        values = [values[name] for _, values in memory.points]
+        assert values == sorted(values)
+    assert recorder.figures()["time_parts"]["data_io"] == 100.5
+    assert recorder.figures()["communication_share"] == pytest.approx(50 / 150.5)
+
+
 def test_the_time_parts_are_drawn_once_a_minute_and_always_at_the_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
