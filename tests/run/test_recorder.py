@@ -251,7 +251,6 @@ def test_examples_are_drawn_occasionally_and_always_at_the_end():
     assert memory.images == [("center/predictions", 2), ("center/predictions", 6)]
 
 
-@pytest.mark.charts
 def test_seconds_per_worker_do_not_fall_when_the_membership_changes():
     """A new generation begins with the report of one worker, and an old worker is replaced."""
     recorder, memory = make(Store())
@@ -268,6 +267,7 @@ def test_seconds_per_worker_do_not_fall_when_the_membership_changes():
     assert recorder.figures()["communication_share"] == pytest.approx(50 / 150.5)
 
 
+@pytest.mark.charts
 def test_the_time_parts_are_drawn_once_a_minute_and_always_at_the_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
