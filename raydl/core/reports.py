@@ -101,6 +101,25 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
+class EqualReplicas:
+    """Two replicas that stay equal although they take local steps."""
+
+    first: tuple[str, ...]
+    """Its workers; more than one share a replica with ``method.group_size``."""
+    second: tuple[str, ...]
+    since_round: int
+
+    def sentence(self, advice: str) -> str:
+        """Return what was found, with what to change."""
+        first, second = " and ".join(self.first), " and ".join(self.second)
+        return (
+            f"the replicas of {first} and of {second} have been equal since round "
+            f"{self.since_round}: they train the same batches, so that one of them adds nothing; "
+            f"{advice}"
+        )
+
+
+@dataclass(frozen=True)
 class Record:
     """Averages over all workers since the previous record; one point of the curves."""
 
@@ -151,6 +170,8 @@ class WorkerReport:
     """Test samples that the worker has scored in the present pause; None: it does not score."""
     choice: Choice | None = None
     """Exchange tuning that the workers chose."""
+    equal_replicas: EqualReplicas | None = None
+    """Two equal replicas that the workers have found."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that the worker could not read."""
     cpu_s: float = 0.0

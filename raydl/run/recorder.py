@@ -74,6 +74,11 @@ _EXAMPLES_EVERY_S = 20.0
 _CHART_EVERY_S = 60.0
 """Shortest time between two charts of the time parts, in seconds. The first imports matplotlib."""
 _NO_TOTALS = Totals()
+_IF_EQUAL = (
+    "check that the samples of the training set differ, and that an iterable one which draws them "
+    "at random draws others in each worker"
+)
+"""What to check in a run whose replicas are equal."""
 
 
 class RunRecorder:
@@ -143,6 +148,8 @@ class RunRecorder:
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
+        self._warnings: dict[str, str] = {}
+        """The first warning of each kind, which stays in the result."""
         self._parts = PartsPerWorker()
         self._history = StartTotalsHistory(
             StartTotals(
@@ -182,6 +189,12 @@ class RunRecorder:
             self._began_at = time.monotonic()
             self._speed.note(self._began_at, self._start.progress.num_samples)
         self._log(sentence, num_samples=self._newest.num_samples)
+
+    def _warn(self, kind: str, sentence: str) -> None:
+        """Log the first warning of a kind, and keep it for the result."""
+        if kind not in self._warnings:
+            self._warnings[kind] = sentence
+            self.event(sentence)
 
     def _log(self, sentence: str, *, num_samples: int) -> None:
         self._progress.event(sentence)
@@ -247,6 +260,8 @@ class RunRecorder:
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
         self._log_tuning(reports)
+        for equal in (r.equal_replicas for r in reports.values() if r.equal_replicas is not None):
+            self._warn("equal replicas", equal.sentence(_IF_EQUAL))
         if sentence := self._bad_samples.note(reports):
             self.event(sentence)
         if num_left_out := self._bad_samples.num_samples:
@@ -471,6 +486,7 @@ class RunRecorder:
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,
+            "warnings": list(self._warnings.values()),
             "last_start": speed_figures(
                 progress.num_samples - start.progress.num_samples,
                 self.seconds - self._seconds_before,

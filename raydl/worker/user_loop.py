@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -297,6 +298,7 @@ class Attached(Optimizer):
         """Whether ``state_dict()`` has frozen parameters. Where a library saves the model as well,
         those of a large frozen model need not be there twice."""
         self._num_failed = self._num_skipped = 0
+        self._has_warned = False
         # For a loop that does not call detach().
         weakref.finalize(self, rendezvous.stop_heartbeats).atexit = False
 
@@ -627,11 +629,23 @@ class Attached(Optimizer):
             return
         decision = runner.close_round()
         self._num_failed = 0
+        self._warn_of_equal_replicas()
         runner.pop_records()  # dropped, or they would pile up
         if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
             self._open_round()
         else:
             self._join()
+
+    def _warn_of_equal_replicas(self) -> None:
+        """Warn once if two workers train the same batches."""
+        if self._has_warned or (equal := self._runner.equal_replicas()) is None:
+            return
+        self._has_warned = True
+        advice = (
+            "seed each worker differently, as by torch.manual_seed(seed + elastic.rank), or give "
+            "each its own samples, as by a DistributedSampler with elastic.rank"
+        )
+        warnings.warn(equal.sentence(advice), RuntimeWarning, stacklevel=5)
 
     def _has_finite_gradients(self) -> bool:
         """Return whether all gradients are finite; True if there are none."""
