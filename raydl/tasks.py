@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -362,6 +362,8 @@ class MetricSums:
     """Samples that were evaluated."""
     num_skipped: int = 0
     """Samples that could not be read."""
+    not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By name of the metric, the first sample of each batch whose sum is NaN or infinite."""
 
 
 def evaluate(
@@ -402,6 +404,7 @@ def metric_sums(
     was_training = model.training
     model.eval()
     sums: dict[str, float] = {}
+    not_finite: dict[str, list[int]] = {}
     num_evaluated = 0
     with torch.no_grad():
         for start in range(0, num_samples, batch_size):
@@ -409,10 +412,13 @@ def metric_sums(
             if not num_samples_of(batch):  # all of them were skipped
                 continue
             for key, value in task.metrics(model, batch).items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+                number = float(value)
+                sums[key] = sums.get(key, 0.0) + number
+                if not math.isfinite(number):
+                    not_finite.setdefault(key, []).append(start)
             num_evaluated += num_samples_of(batch)
     model.train(was_training)
-    return MetricSums(sums, num_evaluated, num_samples - num_evaluated)
+    return MetricSums(sums, num_evaluated, num_samples - num_evaluated, not_finite)
 
 
 def metrics_of(task: Task, parts: Sequence[MetricSums]) -> dict[str, float]:

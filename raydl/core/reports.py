@@ -46,6 +46,8 @@ class Losses:
     def __init__(self) -> None:
         self._unread: list[tuple[int, int, Tensor]] = []
         self._sum = self._num_samples = 0.0
+        self.first: float | None = None
+        """The loss of the first local step of the run, if it was this worker's; else None."""
 
     def add(self, local_step: int, num_samples: int, loss: Tensor) -> None:
         """Add the mean loss of a step's samples."""
@@ -67,6 +69,8 @@ class Losses:
         for (local_step, num_samples, _), value in zip(self._unread, values, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteLossError(worker_id, local_step, value)
+            if local_step == 0 and num_samples:
+                self.first = value
             self._sum += value * num_samples
             self._num_samples += num_samples
         self._unread.clear()
@@ -170,6 +174,8 @@ class WorkerReport:
     """Test samples that the worker has scored in the present pause; None: it does not score."""
     choice: Choice | None = None
     """Exchange tuning that the workers chose."""
+    first_loss: float | None = None
+    """Loss of the worker's step 0, the first of the run; None: it has not taken that step."""
     equal_replicas: EqualReplicas | None = None
     """Two equal replicas that the workers have found."""
     left_out: LeftOut = _NONE_LEFT_OUT

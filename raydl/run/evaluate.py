@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,7 @@ def score_run(
     data: str | None = None,
     best: bool = False,
     trust: bool | Callable[[UntrustedCodeError], bool] = False,
+    note: Callable[[str], None] = lambda sentence: warnings.warn(sentence, RuntimeWarning, 2),
 ) -> dict[str, float]:
     """Return the metrics of a run's newest center, or its best, on its test set.
 
@@ -43,6 +45,7 @@ def score_run(
         trust: whether to import and run a user's model or task that ``config.json`` names, or a
             function that decides it. Everybody with write access to the folder can name any
             function that can be imported here.
+        note: called with a sentence if a metric is NaN or infinite.
 
     Raises:
         UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.
@@ -65,7 +68,7 @@ def score_run(
     statistics = folder.normalization()
     prepare = Normalizer.from_statistics(statistics) if statistics else None
     test = Batches(dataset.test, prepare or preparation_for(dataset, config))
-    return score(task, model, test, config)
+    return score(task, model, test, config, note=note)
 
 
 def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from raydl.checkpoint.best import BestCenter
@@ -129,6 +130,8 @@ class RunRecorder:
         self._choice: Choice | None = None
         self._worker_curves = WorkerCurves()
         self._worker_steps: dict[str, int] = {}
+        self._first_losses: dict[str, float] = {}
+        self._train_loss: float | None = None
         self._config = config
         self._num_train = num_train
         self._start = start
@@ -256,7 +259,10 @@ class RunRecorder:
         if (speed := self._speed.samples_per_s) is not None:
             values["throughput/samples_per_s"] = speed
         if not math.isnan(record.loss):
-            values["train/loss"] = record.loss
+            values["train/loss"] = self._train_loss = record.loss
+        self._first_losses |= {
+            w: r.first_loss for w, r in reports.items() if r.first_loss is not None
+        }
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
         self._log_tuning(reports)
@@ -344,6 +350,8 @@ class RunRecorder:
         """Write the scores of the center, and pictures if the last ones are old."""
         self.checkpoints.score(evaluated)
         evaluated = evaluated.without_center()
+        if evaluated.problem:
+            self._warn("score", evaluated.problem)
         at = {"round": evaluated.progress.round, "samples": evaluated.progress.num_samples}
         self._evaluations.append({**at, "seconds": evaluated.progress.seconds, **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
@@ -469,6 +477,7 @@ class RunRecorder:
             period_sum=this_start.period_sum,
             time_parts=this_start.time_parts,
             faults_fired=run.planned_faults.fired if run else (),
+            first_loss=fmean(self._first_losses.values()) if self._first_losses else None,
         )
 
     def figures(self) -> dict[str, Any]:
@@ -486,12 +495,24 @@ class RunRecorder:
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,
+            "last_train_loss": self._train_loss,
             "warnings": list(self._warnings.values()),
             "last_start": speed_figures(
                 progress.num_samples - start.progress.num_samples,
                 self.seconds - self._seconds_before,
             ),
         }
+
+    def conclude(self) -> None:
+        """Say if the run has ended with a loss of many times that of its first step."""
+        scored = self._evaluations[-1] if self._evaluations else {}
+        is_of_end = scored.get("round") == self._newest.round
+        if sentence := divergence_sentence(
+            self._totals(self._history.newest).first_loss,
+            self._train_loss,
+            scored.get("loss") if is_of_end else None,
+        ):
+            self._warn("divergence", sentence)
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write to the storage as long as it answers; log an error: the run is complete without."""
@@ -517,6 +538,36 @@ class RunRecorder:
             stack.callback(self._draw_examples)
             stack.callback(self._try, self._best.write)  # in case its last write failed
             self.checkpoints.close()
+
+
+_MANY_TIMES = 10.0
+"""The training has diverged if its loss ends at this many times that of the first step."""
+_NEAR_ZERO = 1.0
+"""A loss that ends below it is not compared: it may have begun near zero."""
+
+
+def divergence_sentence(first: float | None, last: float | None, center: float | None) -> str:
+    """Return a sentence if the losses at the end are many times the one at the start, else "".
+
+    Args:
+        first: training loss of the first step; None: unknown. A loss that begins at zero or below
+            has no multiples.
+        last: training loss at the end; None: unknown.
+        center: loss of the last center on the test set; None: unknown.
+    """
+    at_end = {"a training loss of": last, "a loss on the test set of": center}
+    known = {
+        what: loss for what, loss in at_end.items() if loss is not None and math.isfinite(loss)
+    }
+    if first is None or first <= 0 or not known:
+        return ""
+    if min(known.values()) < max(_MANY_TIMES * first, _NEAR_ZERO):
+        return ""
+    return (
+        f"the training has diverged: it began with a training loss of {first:.3g} and ended with "
+        f"{' and '.join(f'{what} {loss:.3g}' for what, loss in known.items())}; lower "
+        f"optimizer.lr or optimizer.clip_grad_norm"
+    )
 
 
 def _allreduce_sentence(report: AllreduceReport) -> str:

@@ -409,6 +409,7 @@ class Worker:
             scores=scores,
             num_scored=num_scored,
             choice=runner.choice(),
+            first_loss=runner.losses.first,
             equal_replicas=runner.equal_replicas(),
             left_out=self._feed.left_out,
             is_starting=self._feed.is_starting,
