@@ -83,16 +83,16 @@ def run_part(part: str, command: Sequence[str], *, commit: str, today: str) -> R
         today: the date.
     """
     began, last_line = time.monotonic(), ""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, text=True, errors="replace", stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        if line.strip(" =\n") and not line.startswith("make"):
-            last_line = line.strip(" =\n")
-    outcome = "passed" if process.wait() == 0 else "**failed**"
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.strip(" =\n") and not line.startswith("make"):
+                last_line = line.strip(" =\n")
+    outcome = "passed" if process.returncode == 0 else "**failed**"
     text = last_line[:_MOST_TEXT].replace("|", r"\|")
     return Result(part, outcome, f"{time.monotonic() - began:,.0f}", today, commit, text)
 

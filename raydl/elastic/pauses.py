@@ -6,6 +6,7 @@ for a worker that was lost, for data or for a new generation, it does not train.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 
@@ -38,8 +39,7 @@ class TrainingPauses:
             now: when it arrived, in seconds, by a clock that rises.
         """
         computed_s = report.time_parts.get(COMPUTING_PART, 0.0)
-        before = now - report.idle_s - computed_s, 0.0
-        reported_at, computed_before_s = self._newest.get(report.worker_id, before)
+        reported_at, computed_before_s = self._newest.get(report.worker_id, (-math.inf, 0.0))
         self._newest[report.worker_id] = now, computed_s
         if (trained_s := computed_s - computed_before_s) <= 0:
             return

@@ -175,8 +175,8 @@ def communication_share(parts: Mapping[str, float]) -> float:
     return sum(parts[part] for part in COMMUNICATION_PARTS) / total if total else 0.0
 
 
-_MOST_REMEMBERED = 4096
-"""Most workers whose newest seconds are kept, also after they have left: they may return."""
+_REMEMBERED = 4
+"""Workers whose newest seconds are kept, for each one that trains: those that left may return."""
 
 
 class PartsPerWorker:
@@ -205,6 +205,6 @@ class PartsPerWorker:
             self._newest[worker_id] = parts
             for part in TIME_PARTS:
                 sums[part] += max(0.0, parts[part] - before.get(part, 0.0)) / num_workers
-        while len(self._newest) > _MOST_REMEMBERED:
+        while len(self._newest) > _REMEMBERED * num_workers:
             del self._newest[next(iter(self._newest))]
         self.seconds = sums
