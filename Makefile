@@ -18,7 +18,7 @@ BENCH_OPTIONS ?=
 # Short runs do not replace the results.
 BENCH_OUT = $(if $(findstring quick,$(BENCH_OPTIONS)),,--out benchmarks/results)
 
-.PHONY: train test test-fast test-cluster test-slow soak mutants test-gpu bench docs dist lint check clean help
+.PHONY: train test test-fast test-cluster test-slow soak mutants nightly test-gpu bench docs dist lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -87,6 +87,9 @@ $(VENV)/installed-mutants: $(VENV)/installed-dev
 mutants: $(VENV)/installed-mutants  ## change the core line by line, see whether tests or types notice; an hour
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mutmut run > mutants.log 2>&1 || tail -n 30 mutants.log
 	$(BIN)/python tests/mutants.py
+
+nightly: $(VENV)/installed-dev  ## what takes longer than make test, hours; writes docs/nightly.md
+	$(BIN)/python tests/nightly.py $(PARTS)
 
 test-gpu: $(VENV)/installed-dev  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -489,6 +489,8 @@ class MetricSums:
     """Samples that could not be read."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """By name, the denominator of each metric whose mean is not over samples."""
+    not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By name of the metric, the first sample of each batch whose sum is NaN or infinite."""
 
 
 def evaluate(
@@ -529,6 +531,7 @@ def metric_sums(
     was_training = model.training
     model.eval()
     sums = _Sums(task.name)
+    not_finite: dict[str, list[int]] = {}
     num_evaluated = 0
     with torch.no_grad():
         for start in range(0, num_samples, batch_size):
@@ -536,10 +539,14 @@ def metric_sums(
             if not num_samples_of(batch):  # all of them were skipped
                 continue
             for key, value in task.metrics(model, batch).items():
-                sums.add(key, *sum_and_count(task.name, key, value))
+                total, count = sum_and_count(task.name, key, value)
+                sums.add(key, total, count)
+                if not math.isfinite(total):
+                    not_finite.setdefault(key, []).append(start)
             num_evaluated += num_samples_of(batch)
     model.train(was_training)
-    return MetricSums(sums.sums, num_evaluated, num_samples - num_evaluated, sums.counts)
+    num_skipped = num_samples - num_evaluated
+    return MetricSums(sums.sums, num_evaluated, num_skipped, sums.counts, not_finite)
 
 
 class _Sums:

@@ -88,7 +88,7 @@ class Totals:
     evaluations: tuple[dict[str, Any], ...] = ()
     """The scores of the center, oldest first: round, samples, seconds, and each metric."""
     longest_pause_s: float = 0.0
-    """The longest time between two generations of the same start."""
+    """The longest time in which no worker trained, in one start."""
     staleness_sum: float = 0.0
     """Sum of the staleness over all rounds."""
     period_sum: float = 0.0
@@ -97,6 +97,8 @@ class Totals:
     """Mean seconds per worker by part, summed over the starts."""
     faults_fired: tuple[str, ...] = ()
     """A sentence for each fault."""
+    first_loss: float | None = None
+    """Training loss of the first local step; None: unknown, as in earlier versions."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, storage: Storage) -> Totals:
@@ -136,6 +138,7 @@ class Totals:
         period_sum: float,
         time_parts: Mapping[str, float],
         faults_fired: Iterable[str],
+        first_loss: float | None = None,
     ) -> Totals:
         """Return the totals including one more start.
 
@@ -146,6 +149,7 @@ class Totals:
             period_sum: sum over its rounds.
             time_parts: mean seconds per worker by part.
             faults_fired: a sentence for each fault.
+            first_loss: training loss of its first local step, if the run began with it.
         """
         before = self.time_parts
         return Totals(
@@ -155,6 +159,7 @@ class Totals:
             period_sum=self.period_sum + period_sum,
             time_parts={part: s + before.get(part, 0.0) for part, s in time_parts.items()},
             faults_fired=(*self.faults_fired, *faults_fired),
+            first_loss=first_loss if self.first_loss is None else self.first_loss,
         )
 
     def figures(self, num_rounds: int) -> dict[str, Any]:
@@ -169,6 +174,7 @@ class Totals:
             "evaluations": list(self.evaluations),
             "longest_pause_s": self.longest_pause_s,
             "faults_fired": list(self.faults_fired),
+            "first_train_loss": self.first_loss,
         }
 
 

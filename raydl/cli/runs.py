@@ -14,8 +14,8 @@ import tyro
 
 from raydl.cli.options import Flag, RunArgument, parse, print_lines, print_table
 from raydl.config.run import RUNS
-from raydl.redaction import redact_values
-from raydl.text import clock_text
+from raydl.redaction import redact, redact_values
+from raydl.text import clock_text, escape_controls
 
 if TYPE_CHECKING:
     from raydl.errors import UntrustedCodeError
@@ -43,9 +43,14 @@ def score(arguments: Sequence[str]) -> int:
     from raydl.run.evaluate import score_run
 
     trust = options.trust or ask_for_trust
-    metrics = score_run(options.run, data=options.data, best=options.best, trust=trust)
+    metrics = score_run(options.run, data=options.data, best=options.best, trust=trust, note=_note)
     print(json.dumps(metrics, indent=2))
     return 0
+
+
+def _note(sentence: str) -> None:
+    """Print a sentence beside the figures, which another program may read."""
+    print(escape_controls(redact(sentence)), file=sys.stderr)
 
 
 def ask_for_trust(error: UntrustedCodeError) -> bool:

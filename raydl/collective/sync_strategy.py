@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raydl.collective.equal_replicas import EqualityCheck
 from raydl.collective.steps_by_speed import StepsBySpeed
 from raydl.collective.sync_exchange import (
     GatheredExchange,
@@ -211,6 +212,7 @@ class SyncStrategy:
         self._sent_feedback: dict[Span, dict[str, torch.Tensor]] = {}
         """The residuals after the messages of a failed round, by span."""
         self._aggregator = RecordAggregator()
+        self.equality = self._make_equality_check()
         self._group = group
         self._votes: dict[str, float] = {}
         self.num_cuts = snapshot.num_cuts
@@ -267,6 +269,13 @@ class SyncStrategy:
             time_parts=context.time_parts,
             device=context.center_device(),
         )
+
+    def _make_equality_check(self) -> EqualityCheck:
+        """Return the comparison of the replicas; without local steps they are equal by design."""
+        members, size = self._context.membership, self._config.method.group_size
+        workers = members.worker_ids if self._context.method.has_local_steps else ()
+        replicas = [workers[start : start + size] for start in range(0, len(workers), size)]
+        return EqualityCheck(replicas, generation=members.generation)
 
     def _make_steps_by_speed(self) -> StepsBySpeed:
         context = self._context
@@ -520,6 +529,7 @@ class SyncStrategy:
         self._num_steps += self._round_steps
         if self._round_steps:  # else nothing was exchanged, and there are no sums
             self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
+            self.equality.note(sums.equality, round=self._round)
         self.num_cuts += sums.lr_cut > 0
         outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON
@@ -598,6 +608,14 @@ class SyncStrategy:
             local_step=self._num_steps,
             seconds=self._seconds,
         )
+
+    def equality_number(self, numbers: Sequence[float] | None) -> float:
+        """Return what this worker sends so that equal replicas are found.
+
+        Args:
+            numbers: of its replica; None: it has taken no step that could differ from others'.
+        """
+        return self.equality.number_of(self._context.worker_id, numbers, round=self._round)
 
     def vote(self, **votes: float) -> None:
         """Send votes with the next header."""

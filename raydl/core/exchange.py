@@ -54,6 +54,9 @@ class Header:
     """Seconds waited for exchanges in the previous round."""
     elapsed_s: float = 0.0
     """Seconds of training so far, by this worker's clock."""
+    equality: float = 0.0
+    """Of two workers, their checksums with opposite signs; see
+    ``raydl.collective.equal_replicas``."""
 
     def __add__(self, other: Header) -> Header:
         return Header(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))

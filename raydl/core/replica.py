@@ -546,6 +546,12 @@ class Replica:
         """Squared distance to the center, at the last exchange of each span."""
         return self._distances.total()
 
+    @property
+    def has_rate(self) -> bool:
+        """Whether its inner optimizer has a learning rate other than zero."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return any(float(group.get("lr", 1.0)) != 0 for group in groups)
+
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the inner optimizer, if there is one."""
         if self._optimizer is not None:

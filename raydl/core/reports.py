@@ -47,6 +47,8 @@ class Losses:
     def __init__(self) -> None:
         self._unread: list[tuple[int, float, Tensor]] = []
         self._sum = self._count = 0.0
+        self.first: float | None = None
+        """The loss of the first local step of the run, if it was this worker's; else None."""
 
     def add(self, local_step: int, count: float, loss: Tensor) -> None:
         """Add the mean loss of a step's batch, and how much the batch counts."""
@@ -68,6 +70,8 @@ class Losses:
         for (local_step, count, _), value in zip(self._unread, values, strict=True):
             if not math.isfinite(value):
                 raise NonFiniteLossError(worker_id, local_step, value)
+            if local_step == 0 and count:
+                self.first = value
             self._sum += value * count
             self._count += count
         self._unread.clear()
@@ -99,6 +103,25 @@ class Outcome(enum.Enum):
     """An exchange did not complete: a worker was lost or left out."""
     STOPPED = "stopped"
     FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class EqualReplicas:
+    """Two replicas that stay equal although they take local steps."""
+
+    first: tuple[str, ...]
+    """Its workers; more than one share a replica with ``method.group_size``."""
+    second: tuple[str, ...]
+    since_round: int
+
+    def sentence(self, advice: str) -> str:
+        """Return what was found, with what to change."""
+        first, second = " and ".join(self.first), " and ".join(self.second)
+        return (
+            f"the replicas of {first} and of {second} have been equal since round "
+            f"{self.since_round}: they train the same batches, so that one of them adds nothing; "
+            f"{advice}"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,6 +165,8 @@ class WorkerReport:
     """Duration of the newest round in seconds."""
     waiting_s: float = 0.0
     """Seconds that the worker has waited for an exchange until now; 0 while it computes."""
+    idle_s: float = 0.0
+    """Seconds since the worker last computed a gradient, for whatever reason; 0 while it does."""
     allreduce: AllreduceReport | None = None
     """All-reduce of the worker's group, if raydl chooses the algorithm."""
     scores: tuple[Evaluated, ...] = ()
@@ -150,6 +175,10 @@ class WorkerReport:
     """Test samples that the worker has scored in the present pause; None: it does not score."""
     choice: Choice | None = None
     """Exchange tuning that the workers chose."""
+    first_loss: float | None = None
+    """Loss of the worker's step 0, the first of the run; None: it has not taken that step."""
+    equal_replicas: EqualReplicas | None = None
+    """Two equal replicas that the workers have found."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that the worker could not read."""
     residual: float = 0.0

@@ -28,6 +28,8 @@ class Evaluated:
     metrics: dict[str, float]
     predicted: tuple[int, ...] = ()
     """Predicted class of each example; empty if the task has no classes."""
+    problem: str = ""
+    """A sentence about a metric that is NaN or infinite, at the first such score."""
     weights: np.ndarray | None = None
     """Weights of the center, shape [num_parameters], if it may be the best one to keep."""
     buffers: np.ndarray | None = None

@@ -55,6 +55,7 @@ from raydl.elastic.membership_policy import (
     Next,
     SyncMembership,
 )
+from raydl.elastic.pauses import TrainingPauses
 from raydl.elastic.planned_faults import PlannedFaults
 from raydl.elastic.plateau import Plateau
 from raydl.elastic.record_forwarder import RecordForwarder
@@ -141,6 +142,7 @@ class Controller:
             clock=clock,
         )
         self.stragglers = StragglerDetector()
+        self.pauses = TrainingPauses()
         self.planned_faults = PlannedFaults(
             worker_group, faults, first_round=first_round, first_seconds=first_seconds
         )
@@ -417,6 +419,8 @@ class Controller:
         self.worker_registry.note_report(report)
         # In an order that does not depend on which report came first.
         self.unfrozen = tuple(sorted({*self.unfrozen, *report.unfrozen}))
+        if report.worker_id in self.worker_registry:
+            self.pauses.note(report, self._clock())
         for score in report.scores:
             self._on_score(score)
         for lost in report.lost_residuals:
@@ -563,6 +567,7 @@ class Controller:
         self.generation += 1
         self.num_generations += 1
         self._log(f"generation {self.generation}: {reason}")
+        self.pauses.keep_only({e.worker_id for e in self.worker_registry.entries()})
         numbered = dataclasses.replace(membership, generation=self.generation)
         self._recorder.formed(numbered, reason)
         return numbered

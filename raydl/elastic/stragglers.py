@@ -33,8 +33,6 @@ class StragglerDetector:
         self._paused_at: float | None = None
         self._paused_generation = 0
         self._lacks_workers = False
-        self.longest_pause_s = 0.0
-        """The longest time without any training, for whatever reason."""
 
     def note_round(self, round: int, seconds: float) -> None:
         """Record the duration of a round. Several workers report the same round."""
@@ -63,7 +61,6 @@ class StragglerDetector:
         if self._paused_at is None or generation <= self._paused_generation:
             return
         seconds, self._paused_at = now - self._paused_at, None
-        self.longest_pause_s = max(self.longest_pause_s, seconds)
         if not self._lacks_workers:
             self._pauses.append(seconds)
 

@@ -19,7 +19,7 @@ from raydl.metrics.speed import RecentSpeed
 from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
 from raydl.metrics.thinning import StackHistory, Thinned
-from raydl.metrics.time_parts import TIME_PARTS, TimeParts, communication_share, mean_parts
+from raydl.metrics.time_parts import TIME_PARTS, PartsPerWorker, TimeParts, communication_share
 from raydl.metrics.worker_curves import WorkerCurves, spread_of
 from raydl.metrics.writer import MetricsWriter, RetryingWriter, Tee
 
@@ -31,6 +31,7 @@ __all__ = [
     "BackgroundWriter",
     "MembershipTable",
     "MetricsWriter",
+    "PartsPerWorker",
     "RecentSpeed",
     "RetryingWriter",
     "StackHistory",
@@ -41,7 +42,6 @@ __all__ = [
     "TimeParts",
     "WorkerCurves",
     "communication_share",
-    "mean_parts",
     "spread_of",
     "tag_of",
     "time_values",

@@ -24,6 +24,9 @@ TIME_PARTS: dict[str, str] = {
 }
 """The eight parts of SC17 (Table 3), with the work that raydl counts into each."""
 
+COMPUTING_PART = "forward_backward"
+"""The part in which a worker trains; in all others it prepares for that, or waits."""
+
 COMMUNICATION_PARTS = ("device_device_parameters", "host_device_data", "host_device_parameters")
 
 
@@ -81,6 +84,7 @@ class TimeParts:
     def __init__(self, make_mark: Callable[[], Mark] | None = None) -> None:
         self._seconds = dict.fromkeys(TIME_PARTS, 0.0)
         self._now: tuple[str, float] | None = None
+        self._computed_at = time.perf_counter()
         self._make_mark = make_mark
         self._marked: deque[tuple[str, Mark, Mark]] = deque()
         self._free: list[Mark] = []
@@ -119,6 +123,15 @@ class TimeParts:
         now = self._now
         return time.perf_counter() - now[1] if now is not None and now[0] == part else 0.0
 
+    def idle_s(self) -> float:
+        """Return the seconds since the worker last computed a gradient, or 0 while it does.
+
+        On a GPU the time counts from when the host had queued the computation.
+        """
+        now = self._now
+        is_computing = now is not None and now[0] == COMPUTING_PART
+        return 0.0 if is_computing else time.perf_counter() - self._computed_at
+
     def as_dict(self) -> dict[str, float]:
         """Return the seconds of all eight parts, on a GPU up to the last mark that it passed."""
         with self._lock:
@@ -145,6 +158,8 @@ class _Measure:
 
     def __exit__(self, *error: object) -> None:
         self._parts._now = None
+        if self._part == COMPUTING_PART:
+            self._parts._computed_at = time.perf_counter()
         if self._mark is None:
             self._parts.add(self._part, time.perf_counter() - self._start)
             return
@@ -160,7 +175,36 @@ def communication_share(parts: Mapping[str, float]) -> float:
     return sum(parts[part] for part in COMMUNICATION_PARTS) / total if total else 0.0
 
 
-def mean_parts(per_worker: list[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each part over workers, in seconds."""
-    count = max(1, len(per_worker))
-    return {part: sum(p[part] for p in per_worker) / count for part in TIME_PARTS}
+_REMEMBERED = 4
+"""Workers whose newest seconds are kept, for each one that trains: those that left may return."""
+
+
+class PartsPerWorker:
+    """Seconds per worker by part since the start of a run, whichever workers come and go.
+
+    Each report adds what its worker has spent since its report before, divided by the number of
+    workers. So the sums never fall: a worker that leaves takes nothing with it, and a newcomer
+    brings only its own time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(TIME_PARTS, 0.0)
+        """By part; a new dictionary after each ``add``."""
+        self._newest: dict[str, Mapping[str, float]] = {}
+
+    def add(self, by_worker: Mapping[str, Mapping[str, float]], *, num_workers: int) -> None:
+        """Add the newest reports.
+
+        Args:
+            by_worker: the seconds of a worker so far by part, by its id.
+            num_workers: workers that train, also those that have not reported yet.
+        """
+        sums, num_workers = dict(self.seconds), max(1, num_workers)  # all may have left
+        for worker_id, parts in by_worker.items():
+            before = self._newest.pop(worker_id, {})
+            self._newest[worker_id] = parts
+            for part in TIME_PARTS:
+                sums[part] += max(0.0, parts[part] - before.get(part, 0.0)) / num_workers
+        while len(self._newest) > _REMEMBERED * num_workers:
+            del self._newest[next(iter(self._newest))]
+        self.seconds = sums

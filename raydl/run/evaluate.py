@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,7 @@ def score_run(
     data: str | None = None,
     best: bool = False,
     trust: bool | Callable[[UntrustedCodeError], bool] = False,
+    note: Callable[[str], None] = lambda sentence: warnings.warn(sentence, RuntimeWarning, 2),
 ) -> dict[str, float]:
     """Return the metrics of a run's newest center, or its best, on its test set.
 
@@ -44,6 +46,7 @@ def score_run(
         trust: whether to import and run a user's model or task that ``config.json`` names, or a
             function that decides it. Everybody with write access to the folder can name any
             function that can be imported here.
+        note: called with a sentence if a metric is NaN or infinite.
 
     Raises:
         UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.
@@ -67,7 +70,7 @@ def score_run(
         model.load_state_dict(own_keys(model, center))
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
-    return score(task, model, Batches(dataset.test, prepare), config)
+    return score(task, model, Batches(dataset.test, prepare), config, note=note)
 
 
 def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from raydl.checkpoint.best import BestCenter
@@ -28,15 +29,14 @@ from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, StorageSilentError
 from raydl.metrics import (
-    TIME_PARTS,
     MembershipTable,
     MetricsWriter,
+    PartsPerWorker,
     RecentSpeed,
     StackHistory,
     WorkerCurves,
     charts,
     communication_share,
-    mean_parts,
     spread_of,
     time_values,
 )
@@ -96,6 +96,11 @@ _EXAMPLES_EVERY_S = 20.0
 _CHART_EVERY_S = 60.0
 """Shortest time between two charts of the time parts, in seconds. The first imports matplotlib."""
 _NO_TOTALS = Totals()
+_IF_EQUAL = (
+    "check that the samples of the training set differ, and that an iterable one which draws them "
+    "at random draws others in each worker"
+)
+"""What to check in a run whose replicas are equal."""
 
 
 class RunRecorder:
@@ -146,6 +151,8 @@ class RunRecorder:
         self._choice: Choice | None = None
         self._worker_curves = WorkerCurves()
         self._worker_steps: dict[str, int] = {}
+        self._first_losses: dict[str, float] = {}
+        self._train_loss: float | None = None
         self._config = config
         self._num_train = num_train
         self._start = start
@@ -165,12 +172,14 @@ class RunRecorder:
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._bad_samples, self._ignored_labels = BadSamples(), IgnoredLabels()
-        self._parts = dict.fromkeys(TIME_PARTS, 0.0)
+        self._warnings: dict[str, str] = {}
+        """The first warning of each kind, which stays in the result."""
+        self._parts = PartsPerWorker()
         self._history = StartTotalsHistory(
             StartTotals(
                 round=start.progress.round,
                 seconds=seconds_before,
-                time_parts=self._parts,
+                time_parts=self._parts.seconds,
                 at_s=self._opened_at,
                 trained_s=start.progress.seconds,
             )
@@ -204,6 +213,12 @@ class RunRecorder:
             self._began_at = time.monotonic()
             self._speed.note(self._began_at, self._start.progress.num_samples)
         self._log(sentence, num_samples=self._newest.num_samples)
+
+    def _warn(self, kind: str, sentence: str) -> None:
+        """Log the first warning of a kind, and keep it for the result."""
+        if kind not in self._warnings:
+            self._warnings[kind] = sentence
+            self.event(sentence)
 
     def _log(self, sentence: str, *, num_samples: int) -> None:
         self._progress.event(sentence)
@@ -245,7 +260,8 @@ class RunRecorder:
         if self.last is not None and record.progress.num_samples < self.last.progress.num_samples:
             self._go_back(record.progress.num_samples, self.last.progress.num_samples)
         self.last, self._ended_at = record, now
-        self._parts = mean_parts([r.time_parts for r in reports.values()])
+        by_worker = {worker_id: report.time_parts for worker_id, report in reports.items()}
+        self._parts.add(by_worker, num_workers=record.num_workers)
         self._add_up(record)
         self._speed.note(now, record.progress.num_samples)
         values = {
@@ -259,15 +275,20 @@ class RunRecorder:
             "exchange/bytes": record.exchange_bytes,
             "exchange/staleness": record.staleness,
             "exchange/period": record.period,
-            "exchange/communication_share": communication_share(self._parts),
+            "exchange/communication_share": communication_share(self._parts.seconds),
         }
         if (speed := self._speed.samples_per_s) is not None:
             values["throughput/samples_per_s"] = speed
         if not math.isnan(record.loss):
-            values["train/loss"] = record.loss
+            values["train/loss"] = self._train_loss = record.loss
+        self._first_losses |= {
+            w: r.first_loss for w, r in reports.items() if r.first_loss is not None
+        }
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
         self._log_tuning(reports)
+        for equal in (r.equal_replicas for r in reports.values() if r.equal_replicas is not None):
+            self._warn("equal replicas", equal.sentence(_IF_EQUAL))
         for sentence in (self._bad_samples.note(reports), self._ignored_labels.note(reports)):
             if sentence:
                 self.event(sentence)
@@ -277,8 +298,8 @@ class RunRecorder:
             values["exchange/refused"] = num_refused
         if num_lost := self._controller.lost_residuals.count if self._controller else 0:
             values["exchange/lost_residuals"] = num_lost
-        values |= time_values(self._parts)
-        self._stack.add(record.progress.num_samples, self._parts)
+        values |= time_values(self._parts.seconds)
+        self._stack.add(record.progress.num_samples, self._parts.seconds)
         self._writer.scalars(values, num_samples=record.progress.num_samples, unix_s=_unix_s(now))
 
     def _add_up(self, record: Record) -> None:
@@ -290,7 +311,7 @@ class RunRecorder:
                 seconds=self.seconds,
                 staleness_sum=before.staleness_sum + record.staleness * num_rounds,
                 period_sum=before.period_sum + record.period * num_rounds,
-                time_parts=self._parts,
+                time_parts=self._parts.seconds,
                 at_s=record.at_s,
                 trained_s=record.progress.seconds,
             )
@@ -353,6 +374,8 @@ class RunRecorder:
         """Write the scores of the center, and pictures if the last ones are old."""
         self.checkpoints.score(evaluated)
         evaluated = evaluated.without_center()
+        if evaluated.problem:
+            self._warn("score", evaluated.problem)
         at = {"round": evaluated.progress.round, "samples": evaluated.progress.num_samples}
         self._evaluations.append({**at, "seconds": evaluated.progress.seconds, **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
@@ -465,7 +488,7 @@ class RunRecorder:
             center_loss=self._evaluations[-1].get("loss") if self._evaluations else None,
             workers=workers,
             wanted_workers=scaling.wanted() if scaling.max_workers else "1",
-            communication_share=communication_share(self._parts) if last else None,
+            communication_share=communication_share(self._parts.seconds) if last else None,
         )
 
     def _totals(self, this_start: StartTotals) -> Totals:
@@ -473,11 +496,12 @@ class RunRecorder:
         run = self._controller
         return self._before.plus(
             evaluations=self._evaluations,
-            longest_pause_s=run.stragglers.longest_pause_s if run else 0.0,
+            longest_pause_s=run.pauses.longest_s if run else 0.0,
             staleness_sum=this_start.staleness_sum,
             period_sum=this_start.period_sum,
             time_parts=this_start.time_parts,
             faults_fired=run.planned_faults.fired if run else (),
+            first_loss=fmean(self._first_losses.values()) if self._first_losses else None,
         )
 
     def figures(self) -> dict[str, Any]:
@@ -496,11 +520,24 @@ class RunRecorder:
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,
+            "last_train_loss": self._train_loss,
+            "warnings": list(self._warnings.values()),
             "last_start": speed_figures(
                 progress.num_samples - start.progress.num_samples,
                 self.seconds - self._seconds_before,
             ),
         }
+
+    def conclude(self) -> None:
+        """Say if the run has ended with a loss of many times that of its first step."""
+        scored = self._evaluations[-1] if self._evaluations else {}
+        is_of_end = scored.get("round") == self._newest.round
+        if sentence := divergence_sentence(
+            self._totals(self._history.newest).first_loss,
+            self._train_loss,
+            scored.get("loss") if is_of_end else None,
+        ):
+            self._warn("divergence", sentence)
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write to the storage as long as it answers; log an error: the run is complete without."""
@@ -526,6 +563,36 @@ class RunRecorder:
             stack.callback(self._draw_examples)
             stack.callback(self._try, self._best.write)  # in case its last write failed
             self.checkpoints.close()
+
+
+_MANY_TIMES = 10.0
+"""The training has diverged if its loss ends at this many times that of the first step."""
+_NEAR_ZERO = 1.0
+"""A loss that ends below it is not compared: it may have begun near zero."""
+
+
+def divergence_sentence(first: float | None, last: float | None, center: float | None) -> str:
+    """Return a sentence if the losses at the end are many times the one at the start, else "".
+
+    Args:
+        first: training loss of the first step; None: unknown. A loss that begins at zero or below
+            has no multiples.
+        last: training loss at the end; None: unknown.
+        center: loss of the last center on the test set; None: unknown.
+    """
+    at_end = {"a training loss of": last, "a loss on the test set of": center}
+    known = {
+        what: loss for what, loss in at_end.items() if loss is not None and math.isfinite(loss)
+    }
+    if first is None or first <= 0 or not known:
+        return ""
+    if min(known.values()) < max(_MANY_TIMES * first, _NEAR_ZERO):
+        return ""
+    return (
+        f"the training has diverged: it began with a training loss of {first:.3g} and ended with "
+        f"{' and '.join(f'{what} {loss:.3g}' for what, loss in known.items())}; lower "
+        f"optimizer.lr or optimizer.clip_grad_norm"
+    )
 
 
 def _allreduce_sentence(report: AllreduceReport) -> str:

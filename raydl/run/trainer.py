@@ -461,6 +461,7 @@ class Trainer:
             run_to_end(
                 controller, recorder, control_channel, view, config=config, epoch=start.folder.epoch
             )
+            recorder.conclude()
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
         assert controller.state is State.DONE
@@ -492,6 +493,7 @@ class Trainer:
                 recorder.evaluated(evaluated)
                 for callback in self.callbacks:
                     callback.evaluated(evaluated.without_center())
+            recorder.conclude()
         if start.result:
             metrics = {**start.result, "driver_epoch": start.folder.epoch.number}
             within(start.folder.storage, lambda: start.folder.write_result(metrics))

@@ -31,12 +31,20 @@ from raydl.tasks import (
     predict,
 )
 from raydl.worker.examples import example_rows
+from raydl.worker.not_finite import NotFinite, find_not_finite, joined
 
 _LEAST_SHARE = 0.02
 """Smallest share of a worker, as a part of the largest."""
 
 
-def score(task: Task, model: nn.Module, test: Batches, config: TrainConfig) -> dict[str, float]:
+def score(
+    task: Task,
+    model: nn.Module,
+    test: Batches,
+    config: TrainConfig,
+    *,
+    note: Callable[[str], None] = lambda sentence: None,
+) -> dict[str, float]:
     """Return the metrics of a model on a whole test set, in the precision and batches of a run.
 
     Args:
@@ -44,9 +52,60 @@ def score(task: Task, model: nn.Module, test: Batches, config: TrainConfig) -> d
         model: the model.
         test: the test set.
         config: of the run.
+        note: called with a sentence if a metric is NaN or infinite.
     """
     rows = np.arange(test.num_samples)
-    return metrics_of(task, [_sums(task, model, test, config, rows)])
+    sums = _sums(task, model, test, config, rows)
+    metrics = metrics_of(task, [sums])
+    found = _not_finite(task, model, test, config, rows, sums)
+    if sentence := _problem(metrics, [sums], found, config):
+        note(sentence)
+    return metrics
+
+
+def _not_finite(
+    task: Task,
+    model: nn.Module,
+    test: Batches,
+    config: TrainConfig,
+    rows: np.ndarray,
+    sums: MetricSums,
+) -> NotFinite | None:
+    """Return a metric that is not finite over some rows, or None."""
+    device = next(model.parameters()).device
+    with in_precision(config.training.precision, device):
+        return find_not_finite(
+            task,
+            model,
+            lambda start, stop: _batch_on(device, test, rows[start:stop]),
+            sums,
+            rows=rows,
+            batch_size=config.evaluation.batch_size,
+        )
+
+
+def _problem(
+    metrics: Mapping[str, float],
+    parts: Sequence[MetricSums],
+    found: NotFinite | None,
+    config: TrainConfig,
+) -> str:
+    """Return a sentence about a metric that is NaN or infinite, or an empty text."""
+    if found is not None:
+        return found.sentence(_num_batches(parts, config))
+    undefined = [name for name, value in metrics.items() if math.isnan(value)]
+    if not undefined or any(part.not_finite for part in parts):
+        return ""
+    return (
+        f"the {undefined[0]} of the center on the test set is NaN, although it is finite in each "
+        f"batch: check whether any sample counts in this metric, and how the task derives it"
+    )
+
+
+def _num_batches(parts: Sequence[MetricSums], config: TrainConfig) -> int:
+    """Return the number of batches in which the parts of a test set were scored."""
+    sizes = (part.num_samples + part.num_skipped for part in parts)
+    return sum(math.ceil(size / config.evaluation.batch_size) for size in sizes)
 
 
 def _sums(
@@ -125,6 +184,7 @@ class Evaluator:
         self._flat = first_model(job, non_trainable, device=device)
         self._first = self._flat.non_trainable.arrays() if non_trainable is None else non_trainable
         self._best = -math.inf
+        self._has_searched = False
         self.num_scored = 0
         """Test samples scored so far, of the snapshot in progress."""
 
@@ -135,7 +195,8 @@ class Evaluator:
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot, and its predictions for the examples."""
-        return self.evaluated(snapshot, [self.sums(snapshot)])
+        sums = self.sums(snapshot)
+        return self.evaluated(snapshot, [sums], [self.not_finite(sums)])
 
     def sums(
         self,
@@ -157,16 +218,40 @@ class Evaluator:
             before_batch()
 
         self._put(snapshot)
-        begin, end = (round(bound * len(self._rows)) for bound in share)
-        task, config, rows = self._job.task, self._job.config, self._rows[begin:end]
+        task, config, rows = self._job.task, self._job.config, self._rows_of(share)
         return _sums(task, self._flat.model, self._test, config, rows, note)
 
-    def evaluated(self, snapshot: Snapshot, parts: Sequence[MetricSums]) -> Evaluated:
+    def _rows_of(self, share: tuple[float, float]) -> np.ndarray:
+        begin, end = (round(bound * len(self._rows)) for bound in share)
+        return self._rows[begin:end]
+
+    def not_finite(
+        self, sums: MetricSums, share: tuple[float, float] = (0.0, 1.0)
+    ) -> NotFinite | None:
+        """Return a metric that is not finite, with its rows, the first time that there is one.
+
+        Args:
+            sums: what ``sums`` has returned last.
+            share: its share of the rows.
+        """
+        if self._has_searched or not sums.not_finite:
+            return None
+        self._has_searched = True
+        task, config, rows = self._job.task, self._job.config, self._rows_of(share)
+        return _not_finite(task, self._flat.model, self._test, config, rows, sums)
+
+    def evaluated(
+        self,
+        snapshot: Snapshot,
+        parts: Sequence[MetricSums],
+        found: Sequence[NotFinite | None] = (),
+    ) -> Evaluated:
         """Return the metrics of the snapshot that ``sums`` was called with last, and predictions.
 
         Args:
             snapshot: the snapshot.
             parts: its sums over all rows to score.
+            found: what ``not_finite`` has returned for each part.
 
         Raises:
             DataError: if no sample could be read.
@@ -184,6 +269,7 @@ class Evaluator:
             snapshot.progress,
             metrics,
             predicted,
+            _problem(metrics, parts, joined(found), self._job.config),
             snapshot.weights if is_best else None,
             snapshot.buffers if is_best else None,
             snapshot.non_trainable if is_best else {},
@@ -289,8 +375,12 @@ class Scorer:
             start = self._clock()
             own = self._evaluator.sums(snapshot, share, before_batch=group.raise_if_abandoned)
             self._note_speed(own, self._clock() - start)
-            parts = [MetricSums(**json.loads(part)) for part in group.gather(_encoded(vars(own)))]
-            return self._evaluator.evaluated(snapshot, parts) if rank == 0 else None
+            found = self._evaluator.not_finite(own, share)
+            message = {"sums": vars(own), "found": vars(found) if found else None}
+            scored = [json.loads(part) for part in group.gather(_encoded(message))]
+            parts = [MetricSums(**part["sums"]) for part in scored]
+            of_parts = [NotFinite(**part["found"]) if part["found"] else None for part in scored]
+            return self._evaluator.evaluated(snapshot, parts, of_parts) if rank == 0 else None
         finally:
             self._is_scoring = False
 

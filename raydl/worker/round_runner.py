@@ -26,7 +26,7 @@ from raydl.core.exchange import Header, Partners, StepPlan
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.replica import Replica
-from raydl.core.reports import AllreduceReport, Losses, Record
+from raydl.core.reports import AllreduceReport, EqualReplicas, Losses, Record
 from raydl.core.rules import Sends
 from raydl.core.strategy import Decision, Round, Strategy, WorkerContext, plan_round
 from raydl.data.ledger import Span
@@ -403,9 +403,11 @@ class RoundRunner:
         )
 
     def _make_header(self) -> Header:
+        losses, distance = self.losses.pop_state(self.worker_id), self.replica.distance_squared
         return Header(
-            **self.losses.pop_state(self.worker_id),
-            distance=self.replica.distance_squared,
+            **losses,
+            distance=distance,
+            equality=self._equality_number(distance, *losses.values()),
             step_s=self.step_s,
             waited_s=self.waited_s,
             elapsed_s=self.elapsed_s(),
@@ -419,6 +421,14 @@ class RoundRunner:
         votes = self._sync.votes()
         # The run goes on at once, with these parameters.
         return {**votes, "stop": 1.0} if self.replica.flat.newly_trained else votes
+
+    def _equality_number(self, distance: float, *losses: float) -> float:
+        """Return what this worker sends so that equal replicas are found."""
+        if self._sync is None:
+            return 0.0
+        # At distance 0 it has only copied the center; at rate 0 it may keep what it has loaded.
+        has_stepped = distance > 0 and self.replica.has_rate
+        return self._sync.equality_number((distance, *losses) if has_stepped else None)
 
     def elapsed_s(self) -> float:
         """Return the seconds of training so far, by this worker's clock."""
@@ -472,6 +482,10 @@ class RoundRunner:
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._sync.allreduce_report() if self._sync is not None else None
+
+    def equal_replicas(self) -> EqualReplicas | None:
+        """Return two equal replicas that this generation has found, or None."""
+        return self._sync.equality.found if self._sync is not None else None
 
     def choice(self) -> Choice | None:
         """Return the exchange tuning that this generation chose, or None."""

@@ -320,6 +320,7 @@ class Attached(Optimizer):
         self._has_ended = False
         self._num_ahead = 0
         self._num_failed = self._num_skipped = 0
+        self._has_warned = False
         # For a loop that does not call detach().
         weakref.finalize(self, rendezvous.stop_heartbeats).atexit = False
 
@@ -765,6 +766,7 @@ class Attached(Optimizer):
             return
         decision = runner.close_round()
         self._num_failed = 0
+        self._warn_of_equal_replicas()
         runner.pop_records()  # dropped, or they would pile up
         for lost in runner.pop_lost_residuals():
             warnings.warn(lost.sentence(runner.worker_id), RuntimeWarning, stacklevel=2)
@@ -781,6 +783,17 @@ class Attached(Optimizer):
         Then the others may have left before this worker, which needs them no more.
         """
         return self._end is not None and self._end < self.local_step + self._runner.num_left
+
+    def _warn_of_equal_replicas(self) -> None:
+        """Warn once if two workers train the same batches."""
+        if self._has_warned or (equal := self._runner.equal_replicas()) is None:
+            return
+        self._has_warned = True
+        advice = (
+            "seed each worker differently, as by torch.manual_seed(seed + elastic.rank), or give "
+            "each its own samples, as by a DistributedSampler with elastic.rank"
+        )
+        warnings.warn(equal.sentence(advice), RuntimeWarning, stacklevel=5)
 
     def _has_finite_gradients(self) -> bool:
         """Return whether all gradients are finite; True if there are none."""

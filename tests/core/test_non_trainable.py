@@ -315,7 +315,8 @@ def user_loop(threads, rank, *, state=None, num_steps=6):
             elastic.load_state_dict(state)
         with elastic:
             for step in range(num_steps):
-                inputs = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(step))
+                generator = torch.Generator().manual_seed(100 * rank + step)
+                inputs = torch.randn(8, 1, 4, 4, generator=generator)
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 elastic.step()

@@ -114,12 +114,13 @@ def test_with_too_few_left_all_leave_and_the_run_waits_with_a_checkpoint():
 def test_time_without_any_training_worker_is_a_pause(are_lost):
     harness = training(2).after(report("w0", 1, generation=1), report("w1", 1, generation=1))
     harness.now = 10.0
+    harness.step(*(report(w, 1, generation=1, computed_s=10.0) for w in ("w0", "w1")))
     if are_lost:
         harness.step(Lost("w0", DIED), Lost("w1", DIED))
     else:
         harness.step(Lost("w1", DIED))
         harness.now = 20.0
-        harness.step(Changed(), report("w0", 2, generation=1))
+        harness.step(Changed(), report("w0", 2, generation=1, computed_s=20.0))
         harness.step(*harness.end("regroup", 2, "w0", generation=1), Published((2,)))
     for _ in range(4):
         harness.step(Changed(), Published((2,)))
@@ -127,11 +128,11 @@ def test_time_without_any_training_worker_is_a_pause(are_lost):
     harness.step(WorkerReady("w2", "node"), WorkerReady("w3", "node"), Published((2,)))
     harness.steps(3)
     newest = harness.controller.generation
-    harness.now = 61.0
-    harness.step(
-        *[report(w, 3, generation=newest) for w in harness.worker_group.formed[-1].worker_ids]
-    )
-    assert harness.controller.stragglers.longest_pause_s == (51.0 if are_lost else 41.0)
+    harness.now = 61.5
+    computed_s = {"w0": 20.5, "w1": 10.5, "w2": 0.5, "w3": 0.5}
+    members = harness.worker_group.formed[-1].worker_ids
+    harness.step(*(report(w, 3, generation=newest, computed_s=computed_s[w]) for w in members))
+    assert harness.controller.pauses.longest_s == (51.0 if are_lost else 41.0)
 
 
 def test_the_end_does_not_wait_for_a_leaver_that_has_finished():
@@ -388,11 +389,13 @@ def test_no_checkpoint_is_voted_for_while_the_last_one_is_being_written():
 def test_a_worker_that_leaves_its_exchange_causes_no_pause_while_another_trains():
     harness = ControllerHarness(is_sync=False).start()
     harness.now = 10.0
+    harness.step(*(report(w, 3, generation=1, computed_s=10.0) for w in ("w0", "w1")))
     harness.step(*harness.end("broken", 3, "w0"))
     harness.now = 20.0
     harness.step(Changed(), Published((0, 3)))
-    harness.step(report("w1", 9, generation=harness.worker_group.formed[-1].generation))
-    assert harness.controller.stragglers.longest_pause_s == 0.0
+    newest = harness.worker_group.formed[-1].generation
+    harness.step(report("w1", 9, generation=newest, computed_s=20.0))
+    assert harness.controller.pauses.longest_s == 0.0
 
 
 # what compressed messages leave out

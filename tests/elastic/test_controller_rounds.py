@@ -471,8 +471,10 @@ def test_a_late_worker_that_leaves_its_loop_is_a_candidate_again():
     assert "w1" in harness.controller.worker_registry.candidates(0.0).ready
 
 
-def test_a_pause_lasts_from_the_first_worker_that_leaves_its_exchange_to_the_next_generation():
+def test_a_pause_lasts_from_the_last_step_before_a_lost_exchange_to_the_next_generation():
     harness = ControllerHarness().start()
+    harness.now = 9.0
+    harness.step(*(report(w, 3, generation=1, computed_s=2.0, idle_s=1.0) for w in ("w0", "w1")))
     harness.now = 10.0
     harness.step(*harness.end("broken", 3, "w0"))
     harness.now = 14.0
@@ -480,8 +482,11 @@ def test_a_pause_lasts_from_the_first_worker_that_leaves_its_exchange_to_the_nex
     harness.now = 17.0
     harness.steps(3)
     assert harness.worker_group.formed[-1].generation == 2
-    harness.step(report("w0", 4, generation=2))
-    assert harness.controller.stragglers.longest_pause_s == 7.0
+    harness.step(report("w0", 3, generation=2, computed_s=2.0, idle_s=9.0))
+    assert harness.controller.pauses.longest_s == 0.0
+    harness.now = 17.5
+    harness.step(report("w0", 4, generation=2, computed_s=2.25, idle_s=0.25))
+    assert harness.controller.pauses.longest_s == 17.0 - 8.0
 
 
 def test_the_controller_waits_two_seconds_for_the_cause_of_broken_exchanges():

@@ -395,6 +395,7 @@ class Loops:
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         elastic = self.threads.attach(model, optimizer, worker_id)
+        inputs = torch.full((2, 4), 1.0 + int(worker_id.lstrip("w")) / 10)  # others in each worker
 
         def loop():
             with elastic:
@@ -403,7 +404,7 @@ class Loops:
                     if worker_id in self.dead:
                         return die(elastic)
                     optimizer.zero_grad()
-                    model(torch.ones(2, 4)).square().mean().backward()
+                    model(inputs).square().mean().backward()
                     elastic.step()
                     self.seen[worker_id] = elastic.num_workers, elastic.local_step
                     center = elastic.state_dict()["center"]
@@ -586,7 +587,7 @@ def attached(threads, worker_id, seed):
 def train_steps(elastic, model, count):
     for _ in range(count):
         elastic.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
+        model(torch.rand(2, 4)).square().mean().backward()
         elastic.step()
 
 

@@ -58,9 +58,9 @@ def record(round, epoch=0.0):
     )
 
 
-def report(worker_id, round, *, kept=(), epoch=0.0, **more):
-    records = (record(round, epoch),)
-    return Reported(WorkerReport(worker_id, round, records, tuple(kept), {}, **more))
+def report(worker_id, round, *, kept=(), epoch=0.0, computed_s=0.0, **more):
+    records, parts = (record(round, epoch),), {"forward_backward": computed_s}
+    return Reported(WorkerReport(worker_id, round, records, tuple(kept), parts, **more))
 
 
 def collected(round, *worker_ids, epoch=0):

@@ -100,14 +100,14 @@ def collected_round(round):
     return Collected(snapshot, {"w0": {"x": np.ones(2)}})
 
 
-def record_at(num_samples):
+def record_at(num_samples, *, num_workers=1, loss=0.7):
     return Record(
         progress=Progress(
             round=2, generation=1, epoch=0.5, num_samples=num_samples, local_step=2, seconds=1.0
         ),
-        num_workers=1,
+        num_workers=num_workers,
         lr=0.1,
-        loss=0.7,
+        loss=loss,
         distance=0.2,
         exchange_s=0.01,
         exchange_bytes=40,

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from raydl.metrics import TimeParts
+from raydl.metrics import PartsPerWorker, TimeParts
 from raydl.metrics import time_parts as module
 
 
@@ -192,3 +192,50 @@ def test_on_a_gpu_queued_kernels_count_as_computation_and_not_as_waiting():
     torch.cuda.synchronize()
     seconds = parts.as_dict()
     assert seconds["forward_backward"] > 10 * seconds["device_device_parameters"]
+
+
+def seconds_of(**parts):
+    return {**TimeParts().as_dict(), **parts}
+
+
+def test_the_seconds_per_worker_are_the_mean_while_the_workers_stay():
+    parts = PartsPerWorker()
+    parts.add({"w0": seconds_of(data_io=2.0), "w1": seconds_of(data_io=4.0)}, num_workers=2)
+    assert parts.seconds == seconds_of(data_io=3.0)
+    parts.add({"w0": seconds_of(data_io=4.0), "w1": seconds_of(data_io=8.0)}, num_workers=2)
+    assert parts.seconds == seconds_of(data_io=6.0)
+
+
+def test_the_seconds_per_worker_never_fall_when_workers_leave_join_and_return():
+    parts = PartsPerWorker()
+    parts.add({"w0": seconds_of(data_io=10.0), "w1": seconds_of(data_io=30.0)}, num_workers=2)
+    assert parts.seconds["data_io"] == 20.0
+    parts.add({"w0": seconds_of(data_io=10.0)}, num_workers=1)  # w1 has left
+    assert parts.seconds["data_io"] == 20.0
+    newcomer = {"w0": seconds_of(data_io=11.0), "w2": seconds_of(data_io=1.0)}
+    parts.add(newcomer, num_workers=2)
+    assert parts.seconds["data_io"] == 21.0
+    parts.add({"w1": seconds_of(data_io=32.0)}, num_workers=2)  # it was left out, and is back
+    assert parts.seconds["data_io"] == 22.0
+
+
+def test_the_first_worker_that_reports_a_generation_counts_for_its_share():
+    parts = PartsPerWorker()
+    parts.add({"w0": seconds_of(data_io=2.0)}, num_workers=2)
+    parts.add({"w0": seconds_of(data_io=2.0), "w1": seconds_of(data_io=2.0)}, num_workers=2)
+    assert parts.seconds["data_io"] == 2.0
+
+
+def test_only_the_gradient_ends_the_idle_time_of_a_worker(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    parts = TimeParts()
+    with parts.measure("forward_backward"):
+        now[0] = 3.0
+        assert parts.idle_s() == 0.0
+    with parts.measure("device_device_parameters"):
+        now[0] = 8.0
+        assert parts.idle_s() == 5.0
+    with parts.measure("data_io"):
+        now[0] = 9.0
+    assert parts.idle_s() == 6.0

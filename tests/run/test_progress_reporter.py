@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from raydl.core.progress import Progress
-from raydl.metrics import TimeParts, communication_share, mean_parts
+from raydl.metrics import TimeParts, communication_share
 from raydl.run.progress_reporter import JsonLines, PlainLines, ProgressView, panel
 from raydl.run.view import EventLog
 
@@ -97,7 +97,6 @@ def test_the_communication_share_by_hand():
     }
     assert communication_share(parts) == 0.4
     assert communication_share(TimeParts().as_dict()) == 0.0
-    assert mean_parts([parts, TimeParts().as_dict()])["forward_backward"] == 3.0
 
 
 def test_json_lines_have_all_events_and_the_progress_every_few_seconds():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from raydl.config import CheckpointConfig, TrainConfig
 from raydl.core.autotune import Choice, ExchangeTuning
 from raydl.core.membership import Membership
 from raydl.core.progress import Progress
-from raydl.core.reports import AllreduceReport
+from raydl.core.reports import AllreduceReport, EqualReplicas
 from raydl.core.scores import Evaluated
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError
 from raydl.metrics import TAGS, TimeParts, tag_of
+from raydl.run.recorder import divergence_sentence
 from raydl.storage import Storage
 
 
@@ -164,7 +166,7 @@ def test_a_record_becomes_one_point_of_every_curve():
         SimpleNamespace(
             refused={"snapshots": 1, "messages": 2},
             generation=1,
-            stragglers=SimpleNamespace(longest_pause_s=0.0),
+            pauses=SimpleNamespace(longest_s=0.0),
             planned_faults=SimpleNamespace(fired=()),
         )
     )
@@ -249,6 +251,22 @@ def test_examples_are_drawn_occasionally_and_always_at_the_end():
     assert memory.images == [("center/predictions", 2)]
     recorder.close()
     assert memory.images == [("center/predictions", 2), ("center/predictions", 6)]
+
+
+def test_seconds_per_worker_do_not_fall_when_the_membership_changes():
+    """A new generation begins with the report of one worker, and an old worker is replaced."""
+    recorder, memory = make(Store())
+    old = {"data_io": 100.0, "device_device_parameters": 50.0}
+    reports = {w: report_of(w, local_step=1, parts=parts(**old)) for w in ("w0", "w1")}
+    recorder.record(record_at(1, num_workers=2), reports)
+    newcomer = report_of("w2", local_step=2, parts=parts(data_io=1.0, initialization=9.0))
+    for step, present in enumerate([{"w2": newcomer}, {"w2": newcomer, "w0": reports["w0"]}], 2):
+        recorder.record(record_at(step, num_workers=2), present)
+    for name in ("time/data_io", "time/device_device_parameters", "time_stacked/data_io"):
+        values = [values[name] for _, values in memory.points]
+        assert values == sorted(values)
+    assert recorder.figures()["time_parts"]["data_io"] == 100.5
+    assert recorder.figures()["communication_share"] == pytest.approx(50 / 150.5)
 
 
 @pytest.mark.charts
@@ -404,3 +422,79 @@ def test_a_resumed_run_shows_its_newest_score_from_the_beginning():
     recorder.show(State.WAITING, {"starting": 2})
     recorder.close()
     assert memory.views[-1].center_accuracy == 0.7
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "center", "is_said"),
+    [
+        (2.3, 8.9e29, 9.1e29, True),
+        (2.3, 23.0, None, True),
+        (2.3, 22.9, None, False),
+        (2.3, None, 40.0, True),
+        (2.3, 40.0, 0.7, False),  # the last batches were hard
+        (0.3, 0.01, 5.0, False),  # the model knows the training set by heart
+        (2.3, 8.9e29, math.inf, True),
+        (2.3, 0.1, 0.2, False),
+        # a loss that begins near zero or below may end anywhere
+        (0.001, 0.9, 0.9, False),
+        (0.0, 3.0, 3.0, False),
+        (-5.0, 300.0, 300.0, False),
+        (5.0, -300.0, -300.0, False),
+        # unknown
+        (None, 8.9e29, 8.9e29, False),
+        (2.3, None, None, False),
+        (2.3, None, math.nan, False),
+    ],
+)
+def test_a_loss_of_many_times_its_start_is_a_divergence(first, last, center, is_said):
+    assert bool(divergence_sentence(first, last, center)) == is_said
+
+
+def test_the_sentence_of_a_divergence_has_both_numbers():
+    assert divergence_sentence(2.302, 8.9e29, 9.1e29) == (
+        "the training has diverged: it began with a training loss of 2.3 and ended with a training "
+        "loss of 8.9e+29 and a loss on the test set of 9.1e+29; lower optimizer.lr or "
+        "optimizer.clip_grad_norm"
+    )
+
+
+def test_a_run_that_ends_with_many_times_its_first_loss_says_so_once_at_its_end():
+    recorder, memory = make(Store())
+    for step, loss in enumerate((2.0, 4e9, math.nan), 1):
+        report = dataclasses.replace(report_of("w0", local_step=step), first_loss=2.0)
+        recorder.record(record_at(step, loss=loss), {"w0": report})
+    assert recorder.figures()["warnings"] == []
+    recorder.conclude()
+    recorder.conclude()
+    [sentence] = recorder.figures()["warnings"]
+    assert "began with a training loss of 2 and ended with a training loss of 4e+09" in sentence
+    assert memory.sentences.count(sentence) == 1
+    figures = recorder.figures()
+    assert (figures["first_train_loss"], figures["last_train_loss"]) == (2.0, 4e9)
+
+
+def test_the_score_of_an_earlier_center_does_not_hide_a_divergence():
+    recorder, _ = make(Store())
+    report = dataclasses.replace(report_of("w0", local_step=9), first_loss=2.0)
+    recorder.evaluated(Evaluated(Progress(round=1, num_samples=1), {"loss": 1.9}))
+    recorder.record(record_at(9, loss=4e9), {"w0": report})
+    recorder.conclude()
+    assert "ended with a training loss of 4e+09; lower" in recorder.figures()["warnings"][0]
+
+
+def test_a_resumed_run_compares_with_its_very_first_loss():
+    recorder, _ = make(Store(), before=Totals(first_loss=2.0))
+    recorder.record(record_at(9, loss=4e9), {"w0": report_of("w0", local_step=9)})
+    recorder.conclude()
+    assert "began with a training loss of 2 " in recorder.figures()["warnings"][0]
+
+
+def test_equal_replicas_are_said_once_and_stay_in_the_result():
+    recorder, memory = make(Store())
+    equal = EqualReplicas(("w0",), ("w1",), since_round=3)
+    for step in (5, 6):
+        report = dataclasses.replace(report_of("w0", local_step=step), equal_replicas=equal)
+        recorder.record(record_at(step), {"w0": report})
+    [sentence] = recorder.figures()["warnings"]
+    assert sentence.startswith("the replicas of w0 and of w1 have been equal since round 3: they")
+    assert memory.sentences.count(sentence) == 1

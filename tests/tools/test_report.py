@@ -232,6 +232,14 @@ def test_invalid_figures_are_shown_as_dashes(tmp_path):
     assert "Center accuracy -" in PageParser(make_page([read_run(str(folder))])).text
 
 
+def test_the_warnings_of_a_run_are_below_the_head_of_its_page(tmp_path):
+    said = "the training has diverged: it began with a training loss of 2.3"
+    folder = write_run(tmp_path / "a", result={"warnings": [said, 7]})
+    text = PageParser(make_page([read_run(str(folder))])).text
+    assert said in text
+    assert text.index("Training time") < text.index(said) < text.index("Configuration")
+
+
 def test_without_event_files_the_curve_is_made_from_the_result(tmp_path):
     scores = [{"samples": n, "seconds": n / 10, "accuracy": n / 100} for n in (10, 20)]
     folder = write_run(tmp_path / "a", result={"evaluations": [*scores, {"samples": 30}, 7]})
@@ -253,7 +261,11 @@ def test_hostile_names_are_escaped():
         config={hostile: hostile, "method.name": hostile},
         versions={hostile: hostile},
         commit=hostile,
-        result={"faults_fired": [hostile], "allreduce": {"algorithm": hostile}},
+        result={
+            "faults_fired": [hostile],
+            "allreduce": {"algorithm": hostile},
+            "warnings": [hostile],
+        },
         history=History(curves, events, num_starts=1),
         checkpoints=({"name": hostile, "workers": [hostile]},),
         notes=(hostile,),

@@ -116,10 +116,12 @@ def speed(run: RunFacts) -> float | None:
 
 
 def notes(run: RunFacts) -> Html | None:
-    """Return the warnings about missing or damaged files, or None if there are none."""
-    if not run.notes:
+    """Return the warnings of the run and about its files, or None if there are none."""
+    warnings = run.result.get("warnings")
+    said = [w for w in warnings if isinstance(w, str)] if isinstance(warnings, list) else []
+    if not (sentences := [*run.notes, *said]):
         return None
-    return element("div", *(element("p", note) for note in run.notes), class_="warn")
+    return element("div", *(element("p", sentence) for sentence in sentences), class_="warn")
 
 
 def time_parts(runs: list[RunFacts]) -> Html | None:
