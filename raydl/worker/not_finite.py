@@ -12,7 +12,7 @@ from torch import nn
 
 from raydl.data import Batch
 from raydl.data.samples import num_samples_of
-from raydl.tasks import MetricSums, Task
+from raydl.tasks import MetricSums, Task, sum_and_count
 
 _ONE_BY_ONE = 32
 """Most rows that are scored one by one; a larger batch is halved before."""
@@ -157,7 +157,9 @@ class _Search:
         batch = self._get_batch(start, stop)
         if not num_samples_of(batch):  # all of them were skipped
             return False
-        is_finite = math.isfinite(float(self._task.metrics(self._model, batch)[self._metric]))
+        value = self._task.metrics(self._model, batch)[self._metric]
+        total, _ = sum_and_count(self._task.name, self._metric, value)
+        is_finite = math.isfinite(total)
         self.has_finite |= is_finite
         return not is_finite
 

@@ -39,10 +39,9 @@ def scenario_config(method, *, exchange=None, period=2, lr=0.1, workers=2, **tra
     )
 
 
-class Slope:
-    """A loss with a constant gradient, so that it is known what a worker has computed."""
+class FourSlopes(Slope):
+    """Four weights with a constant gradient, so that it is known what a worker has computed."""
 
-    name = "slope"
     gradient = torch.tensor([8.0, 4.0, 2.0, 1.0])
 
     def build_model(self, shape):

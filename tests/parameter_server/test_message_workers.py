@@ -10,7 +10,7 @@ import torch
 from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 from message_jobs import wait_for
-from scenarios import Slope, scenario_config
+from scenarios import FourSlopes, scenario_config
 
 from raydl.config import ExchangeConfig
 from raydl.core.compression import ErrorFeedback, parse_codec
@@ -265,7 +265,7 @@ class LostAnswer:
 
 
 class OneSlopeWorker:
-    """One worker that computes ``Slope.gradient`` in each round, by compressed messages."""
+    """One worker that computes ``FourSlopes.gradient`` in each round, by compressed messages."""
 
     def __init__(self, compression="topk:0.25", *, rule=None, **exchange):
         config = scenario_config(
@@ -277,7 +277,7 @@ class OneSlopeWorker:
             exchange=ExchangeConfig(timeout_s=20.0, compression=compression, **exchange),
         )
         self.run = Ensemble(config, num_workers=1, images=tiny_images(6000))
-        self.run.use_task(Slope())
+        self.run.use_task(FourSlopes())
         if rule is not None:
             self.run.job = dataclasses.replace(self.run.job, method=resolve(config, rule))
             self.run.workers = [Worker(self.run.job, "w0", batches=self.run.batches, publish=print)]

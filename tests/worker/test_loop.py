@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from scenarios import Slope, scenario_config
+from scenarios import FourSlopes, scenario_config
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.membership import Membership
@@ -228,7 +228,7 @@ def test_kernels_whose_results_vary_are_refused(monkeypatch):
 
 
 def slopes(method, codec, *, num_workers=2, **exchange):
-    """Return workers whose gradient is always ``Slope.gradient``."""
+    """Return workers whose gradient is always ``FourSlopes.gradient``."""
     config = scenario_config(
         method,
         steps=40,
@@ -238,7 +238,7 @@ def slopes(method, codec, *, num_workers=2, **exchange):
         exchange=ExchangeConfig(timeout_s=20.0, compression=codec, **exchange),
     )
     ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(6000))
-    ensemble.use_task(Slope())
+    ensemble.use_task(FourSlopes())
     ensemble.first = dataclasses.replace(ensemble.first, weights=np.zeros(4, np.float32))
     return ensemble
 
@@ -360,7 +360,7 @@ def test_partners_send_the_same_and_keep_what_the_first_one_has_left_out():
     )
     config = dataclasses.replace(config, method=dataclasses.replace(config.method, group_size=2))
     ensemble = Ensemble(config, num_workers=2, images=tiny_images(6000))
-    ensemble.use_task(Slope())
+    ensemble.use_task(FourSlopes())
     ensemble.join()
     ensemble.run(rounds=3)
     states = {w.worker_id: w.pop_kept(-1) for w in ensemble.workers}
@@ -368,7 +368,7 @@ def test_partners_send_the_same_and_keep_what_the_first_one_has_left_out():
     assert torch.equal(first, second)
     second += 1
     again = Ensemble(config, num_workers=2, images=tiny_images(6000))
-    again.use_task(Slope())
+    again.use_task(FourSlopes())
     again.join(ensemble.workers[0].center(), states)
     copied = [w.runner.feedback[0, 4].residual for w in again.workers]
     assert torch.equal(copied[0], first)
