@@ -167,6 +167,7 @@ def test_a_record_becomes_one_point_of_every_curve():
             refused={"snapshots": 1, "messages": 2},
             generation=1,
             pauses=SimpleNamespace(longest_s=0.0),
+            lost_residuals=SimpleNamespace(count=2),
             planned_faults=SimpleNamespace(fired=()),
         )
     )
@@ -198,6 +199,7 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert figures["samples"] == 5
     assert figures["center_accuracy"] == 0.9
     assert figures["refused"] == {"snapshots": 1, "messages": 2}
+    assert figures["lost_residuals"] == 2
     assert {p["exchange/refused"] for _, p in memory.points if "exchange/refused" in p} == {3}
 
 
