@@ -326,11 +326,10 @@ def test_lbfgs_is_refused_as_a_class_too():
 
 
 def test_a_model_that_the_optimizer_does_not_accept_is_refused():
-    flat = nn.Parameter(torch.zeros(3))
+    model = linear((1, 4, 4), 3)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     with pytest.raises(ConfigError, match=r"optimizer\.name muon: Muon only supports 2D"):
-        check_for_model(
-            OptimizerConfig(name="muon", lr=0.1), None, linear((1, 4, 4), 3), flat.detach()
-        )
+        check_for_model(OptimizerConfig(name="muon", lr=0.1), None, model, flat)
 
 
 def test_a_function_that_returns_no_optimizer_is_refused():
