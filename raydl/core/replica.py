@@ -377,7 +377,8 @@ class Replica:
         Returns:
             The mean loss, and how much the batch counts, including those of partners.
         """
-        loss, count = self._own_gradient(batch)
+        loss = self._own_gradient(batch)
+        count = self.batch_count
         if self.partners is None:
             return loss, count
         try:
@@ -390,20 +391,20 @@ class Replica:
             raise
         return loss, count
 
-    def _own_gradient(self, batch: Batch) -> tuple[Tensor, float]:
-        """Add the gradient of a batch; return its mean loss, and how much it counts.
+    def _own_gradient(self, batch: Batch) -> Tensor:
+        """Add the gradient of a batch; return its mean loss, and store how much it counts.
 
-        A part without labels takes no part: its mean loss would be 0/0.
+        A part of it without labels is left out: its mean loss would be 0/0.
         """
         self.batch_count = 0.0
         if num_samples_of(batch) == 0:  # the end of an epoch may leave no samples for a worker
-            return self.flat.weights.new_zeros(()), 0.0
+            return self.flat.weights.new_zeros(())
         with self._parts.measure("forward_backward"):
             parts = parts_of(batch, self._training.microbatches, full=self._training.batch_size)
             counts = [self.counter.of(part) for part in parts]
             count = self.batch_count = sum(counts)
             if count == 0.0:
-                return self.flat.weights.new_zeros(()), 0.0
+                return self.flat.weights.new_zeros(())
             # A gradient to send is a sum, so that ranks whose batches count less weigh less in
             # the mean.
             scale = count if self._rule.sends is Sends.GRADIENT else 1.0
@@ -414,7 +415,7 @@ class Replica:
             ]
             self.flat.rebind()
         self._counted += count
-        return (losses[0] if len(losses) == 1 else torch.stack(losses).sum()), count
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _backward(self, part: Batch, share: float, scale: float) -> Tensor:
         """Add the gradient of a part of a batch; return the part's share of the mean loss."""
