@@ -11,7 +11,6 @@ import pytest
 import torch
 from ensembles import linear
 from replicas import PLAIN, deep, matrices, replica_of, steps_of_both
-from torch import nn
 
 import raydl
 from raydl import cli
