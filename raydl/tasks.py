@@ -158,17 +158,13 @@ class Classification:
             model(inputs), labels, label_smoothing=self._label_smoothing
         )
 
-    def count(self, batch: Batch) -> int:
-        """Return the number of samples: each has a label."""
-        return num_samples_of(batch)
-
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the summed cross entropy and the number of correct predictions."""
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
+        """Return (sum, labelled samples) of the cross entropy and of the correct predictions."""
         inputs, labels = batch
-        logits = model(inputs)
+        logits, count = model(inputs), (labels != IGNORED).sum()
         return {
-            "loss": functional.cross_entropy(logits, labels, reduction="sum"),
-            "accuracy": (logits.argmax(1) == labels).sum(),
+            "loss": (functional.cross_entropy(logits, labels, reduction="sum"), count),
+            "accuracy": ((logits.argmax(1) == labels).sum(), count),
         }
 
     def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -180,7 +176,7 @@ class Classification:
 class LanguageModel:
     """Next-token prediction, with cross entropy as loss.
 
-    The metrics of a sample are means over its positions: ``loss``, in nats per token, and
+    The metrics are means over the labelled positions: ``loss``, in nats per token, and
     ``accuracy``, the share of next tokens with the highest logit. ``perplexity`` is the exponential
     of the mean loss.
 
@@ -214,17 +210,21 @@ class LanguageModel:
             label_smoothing=self._label_smoothing,
         )
 
-    def count(self, batch: Batch) -> int:
-        """Return the number of samples: all have the same number of tokens."""
-        return num_samples_of(batch)
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of labelled tokens, in contexts: that of samples if all are labelled."""
+        _, next_tokens = batch
+        return (next_tokens != IGNORED).sum() / next_tokens.shape[1]
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over samples of the mean cross entropy and the share of correct tokens."""
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
+        """Return (sum, count) of the cross entropy and of the correct tokens, in contexts."""
         tokens, next_tokens = batch
-        logits = model(tokens)
+        logits, count = model(tokens), self.count(batch)
         losses = functional.cross_entropy(logits.transpose(1, 2), next_tokens, reduction="none")
         is_correct = (logits.argmax(2) == next_tokens).float()
-        return {"loss": losses.mean(1).sum(), "accuracy": is_correct.mean(1).sum()}
+        return {
+            "loss": (losses.mean(1).sum(), count),
+            "accuracy": (is_correct.mean(1).sum(), count),
+        }
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the perplexity, which is infinite if it overflows a float."""

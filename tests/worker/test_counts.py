@@ -572,9 +572,39 @@ def test_a_pair_with_the_mean_instead_of_the_sum_is_refused(tmp_path):
         ).fit()
 
 
-def test_a_task_of_raydl_counts_samples():
+def test_the_tasks_of_raydl_count_what_is_labelled():
+    pictures, classes = torch.zeros(3, 1, 2, 2), torch.tensor([1, -100, 0])
+    assert Counter(raydl.Classification()).of((pictures, classes.clamp(min=0))) == 3
+    assert Counter(raydl.Classification()).of((pictures, classes)) == 2
+    tokens, next_tokens = torch.ones(3, 4).long(), torch.ones(3, 4).long()
+    assert Counter(raydl.LanguageModel()).of((tokens, next_tokens)) == 3, "whole texts"
+    next_tokens[0, 1:] = -100
+    assert Counter(raydl.LanguageModel()).of((tokens, next_tokens)) == 2.25
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_scores_of_the_tasks_of_raydl_do_not_depend_on_the_batches(size):
+    torch.manual_seed(0)
+    pictures, tokens = torch.randn(5, 3), torch.randint(7, (5, 4))
+    for task, inputs, shape in (
+        (raydl.Classification(lambda *_: torch.nn.Linear(3, 7)), pictures, (5,)),
+        (raydl.LanguageModel(lambda *_: torch.nn.Embedding(7, 7)), tokens, (5, 4)),
+    ):
+        model = task._factory((), 7)
+        labels = torch.randint(7, shape)
+        labels.view(-1)[::3] = -100
+        scores = evaluate(
+            task, model, lambda a, b, i=inputs, t=labels: (i[a:b], t[a:b]),
+            num_samples=5, batch_size=size,
+        )  # fmt: skip
+        logits = model(inputs).detach().reshape(-1, 7)
+        expected = torch.nn.functional.cross_entropy(logits, labels.view(-1))
+        is_right = logits.argmax(1) == labels.view(-1)
+        assert scores["loss"] == pytest.approx(float(expected), rel=1e-6)
+        assert scores["accuracy"] == int(is_right.sum()) / int((labels != -100).sum())
+
+
+def test_a_batch_of_no_samples_counts_nothing():
     texts = torch.ones(3, 4).long(), torch.ones(3, 4).long()
-    for task in (raydl.LanguageModel(), raydl.Classification()):
-        assert Counter(task).of(texts) == 3
     assert DataShape((), 0).labels is None
     assert Counter(ModelAndLoss(build, by_labels)).of(part_of(texts, 0, 0)) == 0
