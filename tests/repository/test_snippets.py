@@ -24,6 +24,7 @@ PAGES = [
     "docs/collective.md",
     "docs/data.md",
     "docs/lightning.md",
+    "docs/models.md",
     "docs/python.md",
     "docs/tasks.md",
     "docs/training.md",
