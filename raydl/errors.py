@@ -521,6 +521,14 @@ def exit_status_of(error: RaydlError) -> int:
     return WORTH_RETRYING if has_failed else error.exit_status
 
 
+def how_to_install(extra: str) -> str:
+    """Return the rest of a sentence: how to install an extra of raydl.
+
+    The distribution is not on the package index yet.
+    """
+    return f"run pip install -e '.[{extra}]' in a checkout of raydl"
+
+
 def in_one_line(error: BaseException) -> str:
     """Return the type and the first line of an exception; of raydl's own errors, the message.
 

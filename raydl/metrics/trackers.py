@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from raydl.config.run import METRIC_LINES, TRACKER_STATES
-from raydl.errors import ConfigError, UnknownNameError
+from raydl.errors import ConfigError, UnknownNameError, how_to_install
 from raydl.local_files import LocalFiles
 from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
@@ -345,8 +345,7 @@ def names_of(trackers: str) -> tuple[str, ...]:
         if library and importlib.util.find_spec(library) is None:
             raise ConfigError(
                 "run.tracker",
-                f"{name} needs {library}, which is not installed: "
-                f"pip install 'elastic-raydl[{library}]'",
+                f"{name} needs {library}, which is not installed; {how_to_install(library)}",
             )
     if "mlflow" in names:
         _check_mlflow_store()

@@ -158,7 +158,7 @@ def test_a_name_whose_library_is_missing_says_what_to_install(name, monkeypatch)
     monkeypatch.delitem(sys.modules, f"raydl.{raydl._MODULES[name]}", raising=False)
     for module in [m for m in sys.modules if m.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ImportError, match=rf"pip install 'elastic-raydl\[{library}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install -e '\.\[{library}\]'"):
         getattr(raydl, name)
 
 
