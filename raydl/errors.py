@@ -526,7 +526,7 @@ def how_to_install(extra: str) -> str:
 
     The distribution is not on the package index yet.
     """
-    return f"run pip install -e '.[{extra}]' in a checkout of raydl"
+    return f"in a checkout of raydl, run pip install -e '.[{extra}]'"
 
 
 def in_one_line(error: BaseException) -> str:
