@@ -227,7 +227,7 @@ class Storage:
                 self._filesystem, self._path = open_filesystem(root)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "run.storage_path", f"{root} cannot be opened: {in_words(error)}"
+                    "run.storage_path", f": {root} cannot be opened: {in_words(error)}"
                 ) from error
         else:
             self._filesystem, self._path = fs.LocalFileSystem(), os.path.abspath(root)
@@ -355,7 +355,7 @@ class Storage:
             self.write_bytes(name, b"")
             self.delete_file(name)
         except OSError as error:
-            problem = f"{self.root} cannot be written: {in_words(error)}"
+            problem = f": {self.root} cannot be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def write_bytes(self, name: str, data: bytes) -> None:

@@ -339,6 +339,9 @@ def names_of(trackers: str) -> tuple[str, ...]:
     if names == ("none",):
         return ()
     for name in names:
+        if name == "tensorboard":
+            problem = "names trackers beside TensorBoard, which every run writes; leave it out"
+            raise ConfigError("run.tracker", problem)
         if name not in _LIBRARIES:
             raise UnknownNameError("run.tracker", name, ("none", *_LIBRARIES))
         library = _LIBRARIES[name]

@@ -106,7 +106,7 @@ class RunFolder:
             with self.storage.waiting(f"to make {self.path}"):
                 self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"{self.path} cannot be made: {in_words(error)}"
+            problem = f": {self.path} cannot be made: {in_words(error)}"
             raise ConfigError("run.run_dir", problem) from error
         check = (lambda: None) if resume else self._refuse_run
         with held(storage := self.storage, setting, check=check) as epoch:
@@ -128,13 +128,13 @@ class RunFolder:
         if self.storage.exists("config.json"):
             raise ConfigError(
                 self._setting,
-                f"{self.root} already holds a run; add --resume to continue it, or choose another "
-                f"name",
+                f": {self.root} already holds a run; add --resume to continue it, or choose "
+                f"another name",
             )
         if self.is_remote and any(p.name.startswith(_CURVES) for p in self.path.iterdir()):
             raise ConfigError(
                 "run.run_dir",
-                f"{self.path} on this machine holds the curves of another run; move it away, or "
+                f": {self.path} on this machine holds the curves of another run; move it away, or "
                 f"choose another name",
             )
 

@@ -99,7 +99,7 @@ def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
     try:
         epoch = DriverEpoch.take_next(storage, _this_process())
     except OSError as error:
-        problem = f"{storage.root} cannot be written: {in_words(error)}"
+        problem = f": {storage.root} cannot be written: {in_words(error)}"
         raise ConfigError(setting, problem) from error
     if epoch is None:
         raise _in_use(storage, setting, b"")
@@ -131,7 +131,7 @@ def _lock(storage: Storage, setting: str) -> int | None:
     try:
         descriptor = files.open_or_create(LOCK)
     except OSError as error:
-        raise ConfigError(setting, f"{path} cannot be opened: {in_words(error)}") from error
+        raise ConfigError(setting, f": {path} cannot be opened: {in_words(error)}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -141,7 +141,7 @@ def _lock(storage: Storage, setting: str) -> int | None:
             raise _in_use(storage, setting, holder) from None
         if error.errno in _NO_LOCKS:
             return None
-        raise ConfigError(setting, f"{path} cannot be locked: {in_words(error)}") from error
+        raise ConfigError(setting, f": {path} cannot be locked: {in_words(error)}") from error
     try:
         _write_holder(storage, setting, descriptor)
     except ConfigError:
@@ -165,7 +165,7 @@ def _write_holder(
         os.write(descriptor, json.dumps(holder).encode())
     except OSError as error:
         path = Path(storage.local_path or "") / LOCK
-        raise ConfigError(setting, f"{path} cannot be written: {in_words(error)}") from error
+        raise ConfigError(setting, f": {path} cannot be written: {in_words(error)}") from error
 
 
 def wait_until_free(
@@ -228,7 +228,7 @@ def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
         holder = "another driver"  # which has not written its record yet
     return ConfigError(
         setting,
-        f"{storage.root} is in use by {holder}; name another folder, or stop that run first: "
+        f": {storage.root} is in use by {holder}; name another folder, or stop that run first: "
         f"--resume continues it",
     )
 
@@ -268,7 +268,7 @@ class _LockObject:
                     raise _in_use(self._storage, setting, self._read(min(others)))
                 time.sleep(POLL_S)  # a later driver sees this lock and ends
         except OSError as error:
-            problem = f"{self._storage.root} cannot be locked: {in_words(error)}"
+            problem = f": {self._storage.root} cannot be locked: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def release(self, *, timeout_s: float = 5.0) -> None:

@@ -127,7 +127,7 @@ def _attempt(run: Run, fit: Fit) -> tuple[Run, str]:
     """Return the run with its figures or the reason of its failure, and the signal or ""."""
     if is_locked(str(run.folder)):
         raise ConfigError(
-            "out", f"{run.folder} is in use by another comparison, which still trains"
+            "out", f": {run.folder} is in use by another comparison, which still trains"
         )
     run = load_complete(run)  # another comparison may have completed it since the start of this one
     if run.figures is not None:
