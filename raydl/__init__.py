@@ -112,9 +112,10 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != _EXTRAS.get(name):
             raise
+        from raydl.errors import how_to_install
+
         raise ImportError(
-            f"raydl.{name} needs {error.name}, which is not installed: "
-            f"pip install 'elastic-raydl[{error.name}]'"
+            f"raydl.{name} needs {error.name}, which is not installed; {how_to_install(error.name)}"
         ) from error
 
 

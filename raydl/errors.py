@@ -78,7 +78,8 @@ class ConfigError(RaydlError):
 
     Args:
         setting: the dotted name of the setting, for example ``method.beta``.
-        problem: the rest of the sentence: the limit, the value, what to change.
+        problem: the rest of the sentence: the limit, the value, what to change. A sentence of its
+            own, which begins with the value, follows a colon: ``: /runs/a is in use``.
     """
 
     def __init__(self, setting: str, problem: str) -> None:
@@ -86,7 +87,8 @@ class ConfigError(RaydlError):
         self.setting, self.problem = self.args
 
     def __str__(self) -> str:
-        return f"{self.setting} {self.problem}"
+        space = "" if self.problem.startswith(":") else " "
+        return f"{self.setting}{space}{self.problem}"
 
 
 class UnknownNameError(ConfigError):
@@ -519,6 +521,14 @@ def exit_status_of(error: RaydlError) -> int:
     """
     has_failed = isinstance(error, CheckpointError) and bool(failure_of_machine(error))
     return WORTH_RETRYING if has_failed else error.exit_status
+
+
+def how_to_install(extra: str) -> str:
+    """Return the rest of a sentence: how to install an extra of raydl.
+
+    The distribution is not on the package index yet.
+    """
+    return f"in a checkout of raydl, run pip install -e '.[{extra}]'"
 
 
 def in_one_line(error: BaseException) -> str:

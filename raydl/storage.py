@@ -1,9 +1,10 @@
 """Files on any PyArrow file system (local, s3://, gs://, …), and calls that get no answer.
 
-A file on a local disk is written under a temporary name, flushed and moved into place, so that a
-reader sees all of it or nothing. An object store shows an object once its upload is complete, but
+A file on a disk is written under a temporary name of its own, flushed and moved into place, so that
+a reader sees all of it or nothing. An object store shows an object once its upload is complete, but
 PyArrow also completes an upload that failed, with the parts so far. So a small file is uploaded in
-one request, and a large one under a temporary name, which the store then copies.
+one request, and a large one under a temporary name, which the store then copies. Below a local
+folder no symbolic link is followed: see ``raydl.local_files``.
 
 A file server that is lost, or an S3 server that accepts connections and never replies, blocks the
 caller, and such a call cannot be ended. So while a run trains, all calls are made in threads that
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import posixpath
 import re
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 from pyarrow import fs
 
 from raydl.errors import ConfigError, StorageSilentError
+from raydl.local_files import LocalFiles
 from raydl.redaction import redact
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -49,6 +52,8 @@ _COPIED_BYTES = 5 << 30
 """Largest object that S3 copies by itself."""
 _NO_COPIES = r"(?i)not.?implemented|method.?not.?allowed"
 """Answers of stores that cannot copy."""
+_JSON_BYTES = 64 << 20
+"""Largest JSON file that is read: the status of ten thousand workers has 2 MB."""
 _UPLOAD = ".upload-"
 _SYNC_BYTES = 64 << 20
 """A local file is flushed each time that this many bytes were written."""
@@ -141,6 +146,18 @@ def _split(place: str) -> tuple[str, str, str]:
     return scheme + colon, base, mark + query
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, which anybody may have written.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply to be parsed.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 class Sum(NamedTuple):
     """Size and checksum of a file."""
 
@@ -210,10 +227,12 @@ class Storage:
                 self._filesystem, self._path = open_filesystem(root)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "run.storage_path", f"{root} cannot be opened: {in_words(error)}"
+                    "run.storage_path", f": {root} cannot be opened: {in_words(error)}"
                 ) from error
         else:
             self._filesystem, self._path = fs.LocalFileSystem(), os.path.abspath(root)
+        is_local = self._filesystem.type_name == "local"
+        self._local = LocalFiles(self._path) if is_local else None
 
     def guarded(self, check: Callable[[], None]) -> Storage:
         """Return this storage with a check just before each change of a file.
@@ -237,7 +256,7 @@ class Storage:
     @property
     def local_path(self) -> str | None:
         """The folder on a disk that this machine has mounted, or None on another file system."""
-        return self._path if self._filesystem.type_name == "local" else None
+        return self._path if self._local is not None else None
 
     @property
     def address(self) -> str | None:
@@ -336,11 +355,7 @@ class Storage:
             self.write_bytes(name, b"")
             self.delete_file(name)
         except OSError as error:
-            if self.local_path is not None:  # a full disk keeps the empty file
-                for path in (self._path_of(name), f"{self._path_of(name)}.tmp"):
-                    with suppress(OSError):
-                        os.unlink(path)
-            problem = f"{self.root} cannot be written: {in_words(error)}"
+            problem = f": {self.root} cannot be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def write_bytes(self, name: str, data: bytes) -> None:
@@ -358,18 +373,44 @@ class Storage:
         """
         with self._calling(f"to write {name}"):
             self._check_guard()
-            path = self._path_of(name)
-            if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
-                self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
             if self.is_object_store:
+                path = self._path_of(name)
                 return self._write(path, pieces) if in_place else self._upload(path, pieces)
-            temporary = f"{path}.tmp"
-            written = self._write(temporary, pieces)
-            self._flush_to_disk(temporary)
-            self._check_guard()  # writing may have taken long
-            self._filesystem.move(temporary, path)
-            self._flush_to_disk(posixpath.dirname(path))
+            # Each write has a temporary file of its own: a driver that was halted in the middle of
+            # one must not write into the file of its successor.
+            temporary = posixpath.join(posixpath.dirname(name), f"{_UPLOAD}{uuid.uuid4().hex}")
+            try:
+                written = self._write_new(temporary, pieces)
+                self._check_guard()  # writing may have taken long
+                self._move(temporary, name)
+            except BaseException:
+                with suppress(OSError):
+                    self._delete(temporary)
+                raise
             return written
+
+    def _write_new(self, name: str, pieces: Iterable[Any]) -> Sum:
+        """Write a file that does not exist yet, and its folders."""
+        if self._local is None:
+            return self._write(self._path_of(name), pieces)
+        with _in_lower_case(), self._local.create(name) as file:
+            written = self._write_to(_FlushedFile(file), pieces)
+            os.fsync(file.fileno())
+        return written
+
+    def _move(self, name: str, new_name: str) -> None:
+        """Move a file or a folder, in one step."""
+        if self._local is None:
+            self._filesystem.move(self._path_of(name), self._path_of(new_name))
+        else:
+            self._local.rename(name, new_name)
+            self._local.flush(posixpath.dirname(new_name))
+
+    def _delete(self, name: str) -> None:
+        if self._local is None:
+            self._filesystem.delete_file(self._path_of(name))
+        else:
+            self._local.delete(name)
 
     def _upload(self, path: str, pieces: Iterable[Any]) -> Sum:
         """Write an object; if this fails, the earlier one stays, unless it is above 5 GB on S3."""
@@ -392,9 +433,7 @@ class Storage:
         return written
 
     def delete_uploads(self) -> None:
-        """Delete the uploads that a process which was killed has left in this folder."""
-        if not self.is_object_store:
-            return
+        """Delete the unfinished files that a process which was killed has left in this folder."""
         for name in self.list_dir(""):
             if name.startswith(_UPLOAD):
                 with suppress(FileNotFoundError):  # its process lives, and has just copied it
@@ -412,17 +451,10 @@ class Storage:
                 self._write(target, iter(lambda: stream.read(_CHUNK_BYTES), b""))
 
     def _write(self, path: str, pieces: Iterable[Any]) -> Sum:
-        if self._filesystem.type_name != "local":
-            with self._filesystem.open_output_stream(path) as stream:
-                return self._write_to(stream, pieces)
-        try:
-            with open(path, "wb", buffering=0) as file:
-                return self._write_to(_FlushedFile(file), pieces)
-        except OSError as error:
-            if error.errno is None or not error.strerror:
-                raise
-            problem = error.strerror[0].lower() + error.strerror[1:]  # the rest of a sentence
-            raise OSError(error.errno, problem) from error
+        if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
+            self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
+        with self._filesystem.open_output_stream(path) as stream:
+            return self._write_to(stream, pieces)
 
     def _write_to(self, stream: Any, pieces: Iterable[Any]) -> Sum:
         sums = Summing(pieces)
@@ -433,7 +465,8 @@ class Storage:
 
     def copy_in(self, local: str, name: str) -> None:
         """Write a copy of a local file, piece by piece, as ``write_bytes`` does."""
-        with open(local, "rb") as source:
+        folder, last = os.path.split(os.path.abspath(local))
+        with LocalFiles(folder).open(last) as source:
             self.write_pieces(name, iter(lambda: source.read(_CHUNK_BYTES), b""))
 
     def copy_out(self, name: str, local: str) -> None:
@@ -443,35 +476,49 @@ class Storage:
             OSError: the file is absent or cannot be read, or ``local`` cannot be written.
         """
         with self._calling(f"to read {name}"):
-            temporary = os.path.join(os.path.dirname(local), f".{os.path.basename(local)}.tmp")
-            with (
-                self._filesystem.open_input_stream(self._path_of(name), compression=None) as stream,
-                open(temporary, "wb") as target,
-            ):
-                shutil.copyfileobj(stream, target, _CHUNK_BYTES)
-            os.replace(temporary, local)
+            folder, last = os.path.split(os.path.abspath(local))
+            target, temporary = LocalFiles(folder), f"{_UPLOAD}{uuid.uuid4().hex}"
+            try:
+                with self._open(name) as stream, target.create(temporary) as copy:
+                    shutil.copyfileobj(stream, copy, _CHUNK_BYTES)
+                target.rename(temporary, last)
+            except BaseException:
+                with suppress(OSError):
+                    target.delete(temporary)
+                raise
 
-    def _flush_to_disk(self, path: str) -> None:
-        """Make a local file or folder survive a power failure, as PyArrow does not."""
-        if self._filesystem.type_name != "local":
-            return
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def _open(self, name: str) -> Any:
+        """Return a file, opened for reading; the caller closes it."""
+        if self._local is None:
+            return self._filesystem.open_input_stream(self._path_of(name), compression=None)
+        return self._local.open(name)
 
-    def read_bytes(self, name: str) -> bytes:
+    def read_bytes(self, name: str, *, most: int | None = None) -> bytes:
         """Return a whole file.
 
+        Args:
+            name: name of the file.
+            most: the largest size that is read, in bytes; None: any.
+
         Raises:
-            OSError: the file is absent or cannot be read.
+            OSError: the file is absent, cannot be read, or is too large.
         """
         with self._calling(f"to read {name}"):
-            path = self._path_of(name)
-            with self._filesystem.open_input_stream(path, compression=None) as stream:
+            if most is not None and (size := self.num_bytes(name)) > most:
+                problem = f"{name} has {size:,} bytes, and at most {most:,} are read"
+                raise OSError(errno.EFBIG, problem)
+            with self._open(name) as stream:
                 data: bytes = stream.read()
             return data
+
+    def read_json(self, name: str) -> Any:
+        """Return the value in a JSON file.
+
+        Raises:
+            OSError: the file is absent, cannot be read, or has more than 64 MiB.
+            ValueError: it is not JSON.
+        """
+        return parse_json(self.read_bytes(name, most=_JSON_BYTES))
 
     def read_pieces(self, name: str) -> Iterator[bytes]:
         """Yield the contents of a file in order, in pieces.
@@ -481,7 +528,7 @@ class Storage:
         """
         what = f"to read {name}"
         with self._calling(what):
-            stream = self._filesystem.open_input_stream(self._path_of(name), compression=None)
+            stream = self._open(name)
         with stream:
             while True:
                 with self._calling(what):
@@ -512,22 +559,29 @@ class Storage:
         """
         self._check_guard()
         with self._calling(f"to delete {name}"):
-            self._filesystem.delete_file(self._path_of(name))
+            self._delete(name)
 
     def exists(self, name: str) -> bool:
-        """Whether a file or folder exists."""
+        """Whether a file or folder exists, or a link, which is not followed."""
         with self._calling(f"to look for {name}"):
+            if self._local is not None:
+                return self._local.status(name) is not None
             info = self._filesystem.get_file_info(self._path_of(name))
             return bool(info.type != fs.FileType.NotFound)
 
     def num_bytes(self, name: str) -> int:
         """Return the size of a file without reading it; an absent file has 0 bytes."""
         with self._calling(f"to look for {name}"):
+            if self._local is not None:
+                status = self._local.status(name)
+                return 0 if status is None else status.st_size
             return self._filesystem.get_file_info(self._path_of(name)).size or 0
 
     def list_dir(self, name: str) -> list[str]:
         """Return the names directly below a folder, sorted; an absent folder has none."""
         with self._calling(f"to list {name or 'the folder'}"):
+            if self._local is not None:
+                return self._local.names(name)
             selector = fs.FileSelector(self._path_of(name), allow_not_found=True)
             try:
                 infos = self._filesystem.get_file_info(selector)
@@ -545,13 +599,13 @@ class Storage:
         """
         self._check_guard()
         with self._calling(f"to copy {name}"):
-            source, target = self._path_of(name), self._path_of(new_name)
-            if self._filesystem.type_name == "local":
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                with suppress(OSError):  # a disk without links
-                    os.link(source, target)
-                    return
+            if self._local is not None:
+                with self._local.open(name):  # it must be a regular file
+                    pass
+                with suppress(OSError):  # a disk without hard links
+                    return self._local.link(name, new_name)
             elif self.is_object_store:
+                source, target = self._path_of(name), self._path_of(new_name)
                 num_bytes = self._filesystem.get_file_info(source).size or 0
                 return self._copy_object(source, target, num_bytes=num_bytes)
             self.write_pieces(new_name, self.read_pieces(name))
@@ -560,16 +614,28 @@ class Storage:
         """Delete a folder with its contents, if it exists."""
         self._check_guard()
         with self._calling(f"to delete {name}"):
-            if self.exists(name):
+            if self._local is not None:
+                self._local.delete_folder(name)
+            elif self.exists(name):
                 self._filesystem.delete_dir(self._path_of(name))
 
     def move_dir(self, name: str, new_name: str) -> None:
         """Rename a folder atomically. An object store cannot do this."""
         self._check_guard()
         with self._calling(f"to rename {name}"):
-            target = self._path_of(new_name)
-            self._filesystem.move(self._path_of(name), target)
-            self._flush_to_disk(posixpath.dirname(target))
+            self._move(name, new_name)
+
+
+@contextmanager
+def _in_lower_case() -> Iterator[None]:
+    """Begin the text of the system's errors in lower case: it is the rest of a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not error.strerror:
+            raise
+        problem = error.strerror[0].lower() + error.strerror[1:]
+        raise OSError(error.errno, problem) from error
 
 
 class _FlushedFile:

@@ -12,13 +12,13 @@ from raydl.storage import Storage
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The calls of fsync, in order, which determine the files after a power failure."""
+def calls(monkeypatch, tmp_path):
+    """The calls of fsync with the files at that time, which survive a power failure."""
     sequence = []
 
     def fsync(descriptor, fsync=os.fsync):
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        sequence.append("sync folder" if is_folder else "sync file")
+        sequence.append(("folder" if is_folder else "file", names(tmp_path)))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -29,20 +29,12 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_afterwards(
-    tmp_path, monkeypatch, calls
-):
-    storage = Storage(str(tmp_path))
-    flush = storage._flush_to_disk
-    seen = []
-
-    def flush_and_record(path):
-        flush(path)
-        seen.append((calls[-1], names(tmp_path)))
-
-    monkeypatch.setattr(storage, "_flush_to_disk", flush_and_record)
-    storage.write_bytes("weights", b"abc")
-    assert seen == [("sync file", ["weights.tmp"]), ("sync folder", ["weights"])]
+def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_afterwards(tmp_path, calls):
+    Storage(str(tmp_path)).write_bytes("weights", b"abc")
+    (first, [temporary]), second = calls
+    assert first == "file"
+    assert temporary.startswith(".upload-")
+    assert second == ("folder", ["weights"])
     assert (tmp_path / "weights").read_bytes() == b"abc"
 
 

@@ -164,7 +164,7 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     if not storage.exists(FILE):
         raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
     try:
-        center, values = tensor_files.load(storage.read_whole(FILE))
+        center, values = tensor_files.load(storage, FILE)
         best = Best.from_dict(values)
     except (OSError, ValueError, TypeError) as error:
         raise reading_error(path, f"cannot be read: {error}", error) from error

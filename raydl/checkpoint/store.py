@@ -27,6 +27,7 @@ writes its file into the folder itself (``DistantState``), and reads it itself (
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import uuid
@@ -35,6 +36,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -46,13 +48,20 @@ from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, u
 from raydl.core.tensor_files import TensorFile
 from raydl.errors import CheckpointError, StateLostError, reading_error
 from raydl.redaction import redact
-from raydl.storage import Storage, Sum, below, in_words
+from raydl.storage import Storage, Sum, below, in_words, parse_json
 
 FORMAT = 2
 """Version of the manifest; since 2 it has a checksum of itself."""
 TRAINED = "center.safetensors"
 """Name of a finished run's weights in its folder."""
 _FOLDER = "checkpoints"
+_CENTER, _STATE = "center.safetensors", "state.safetensors"
+_WORKER_ID = re.compile(r"\w[\w.-]{0,199}")
+"""Ids that raydl gives, and that users may give to workers of their own loops."""
+_MANIFEST_BYTES = 64 << 20
+"""Largest manifest that is read; that of ten thousand workers has 2 MB."""
+_LARGEST = 2**63 - 1
+"""Largest number in a manifest: counts are 64-bit integers elsewhere."""
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
 _CANCEL_S = 10.0
@@ -281,9 +290,9 @@ class CheckpointStore:
             return self._storage.write_pieces(path, file.pieces(), in_place=True)
 
         with self._distant_writes(folder, distant) as writes:
-            sums = {"center.safetensors": put("center.safetensors", TensorFile(checkpoint.center))}
-            sums["state.safetensors"] = put(
-                "state.safetensors",
+            sums = {_CENTER: put(_CENTER, TensorFile(checkpoint.center))}
+            sums[_STATE] = put(
+                _STATE,
                 pack({"progress": vars(checkpoint.progress), **checkpoint.state}),
             )
             sums |= {name: put(name, pack(state)) for name, state in local.items()}
@@ -389,12 +398,13 @@ class CheckpointStore:
             worker_id: self._verified(name, _file_of(worker_id), manifest)
             for worker_id in manifest["workers"]
         }
-        state = unpack(self._file(name, "state.safetensors", manifest))
+        state = self._parsed(name, _STATE, manifest, unpack)
+        center, _ = self._parsed(name, _CENTER, manifest, tensor_files.parse)
         return Checkpoint(
             # Files of earlier versions have the progress in the state itself, or no seconds.
             progress=Progress.from_dict({**manifest, **state, **state.pop("progress", {})}),
             seconds=manifest["seconds"],
-            center=tensor_files.parse(self._file(name, "center.safetensors", manifest))[0],
+            center=center,
             state=state,
             workers=workers,
         )
@@ -413,19 +423,34 @@ class CheckpointStore:
             raise CheckpointError(below(self.root, _FOLDER), f"there is no {name or 'checkpoint'}")
         name = name or names[-1]
         manifest = self._manifest(name)
-        center, _ = tensor_files.parse(self._file(name, "center.safetensors", manifest))
+        center, _ = self._parsed(name, _CENTER, manifest, tensor_files.parse)
         return center, manifest["round"]
 
-    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
-        """Return the content of a file that matches its manifest."""
+    def _parsed(
+        self,
+        name: str,
+        file_name: str,
+        manifest: dict[str, Any],
+        parse: Callable[[bytearray], _Content],
+    ) -> _Content:
+        """Return what a function makes of a file that matches its manifest."""
         expected = self._entry(name, file_name, manifest)
+        num_bytes = self._read_file(name, file_name, self._storage.num_bytes)
+        if num_bytes > expected.num_bytes:  # before memory is taken for it
+            self._compare(name, file_name, Sum(num_bytes, 0), expected)
         data = self._read_file(name, file_name, self._storage.read_whole)
         self._compare(name, file_name, Sum.of([data]), expected)
-        return data
+        try:
+            return parse(data)
+        except ValueError as error:
+            raise _DamagedError(self._path(name), f"{file_name}: {error}") from error
 
     def _verified(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
         """Read a file in pieces, compare it with the manifest, and return its place."""
         expected = self._entry(name, file_name, manifest)
+        num_bytes = self._read_file(name, file_name, self._storage.num_bytes)
+        if num_bytes > expected.num_bytes:
+            self._compare(name, file_name, Sum(num_bytes, 0), expected)
         found = self._read_file(name, file_name, lambda p: Sum.of(self._storage.read_pieces(p)))
         self._compare(name, file_name, found, expected)
         return SavedState(self._storage, _file_path(name, file_name), expected)
@@ -487,7 +512,7 @@ class CheckpointStore:
 
     def _trained(self) -> tuple[dict[str, Tensor], int | None]:
         """Return the trained weights and their round, or None in a file of an earlier version."""
-        tensors, values = tensor_files.load(self._storage.read_whole(TRAINED))
+        tensors, values = tensor_files.load(self._storage, TRAINED)
         if unknown := values.keys() - {"round"}:
             raise ValueError(f"it is damaged: it has an unknown {min(unknown)}")
         return tensors, values.get("round")
@@ -541,9 +566,10 @@ class CheckpointStore:
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        data = self._read_file(name, "manifest.json", self._storage.read_bytes)
+        read = partial(self._storage.read_bytes, most=_MANIFEST_BYTES)
+        data = self._read_file(name, "manifest.json", read)
         try:
-            manifest = json.loads(data)
+            manifest = parse_json(data)
             _require(manifest, {"format": (int,)})
             if manifest["format"] < 1:
                 raise ValueError(f"there is no format {manifest['format']}")
@@ -601,10 +627,20 @@ def _checked(manifest: Any) -> dict[str, Any]:
         ValueError: a value is missing or wrong.
     """
     checked = _require(manifest, _MANIFEST)
-    for expected in checked["files"].values():
-        _require(expected, {"bytes": (int,), "crc32": (int,)})
     for worker_id in checked["workers"]:
         _require({"a worker's id": worker_id}, {"a worker's id": (str,)})
+        if not _WORKER_ID.fullmatch(worker_id):
+            raise ValueError(f"{worker_id!r} is not the id of a worker")
+    # Other names could lead out of the folder.
+    ours = {_CENTER, _STATE, *map(_file_of, checked["workers"])}
+    for name, expected in checked["files"].items():
+        if name not in ours:
+            raise ValueError(f"it lists {name!r}, which is not a file of a checkpoint")
+        _require(expected, {"bytes": (int,), "crc32": (int,)})
+        _require_counts(expected, "bytes", "crc32")
+    _require_counts(checked, "round", "generation", "num_samples")
+    if not 0 <= checked["seconds"] < math.inf:
+        raise ValueError(f"seconds must be a finite number from 0 on, got {checked['seconds']}")
     if checked["format"] > 1 and checked.get("crc32") != _checksum(checked):
         raise ValueError("its checksum does not match")
     return checked
@@ -614,6 +650,13 @@ def _checksum(manifest: dict[str, Any]) -> int:
     """Return the checksum of a manifest without its own entry."""
     content = {key: value for key, value in manifest.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _require_counts(values: dict[str, Any], *keys: str) -> None:
+    """Raise a ValueError unless the values of some keys are from 0 to 2^63 - 1."""
+    for key in keys:
+        if not 0 <= values[key] <= _LARGEST:
+            raise ValueError(f"{key} must be from 0 to {_LARGEST}")
 
 
 def _require(values: Any, types: _Types) -> dict[str, Any]:

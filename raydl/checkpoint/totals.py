@@ -7,7 +7,6 @@ trained again, and must not be counted twice. So the totals of a start are kept 
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -190,7 +189,7 @@ def _scores_in_result(storage: Storage) -> list[dict[str, Any]]:
     The last center of a start is often scored after its checkpoint was written.
     """
     try:
-        scores = json.loads(storage.read_bytes("result.json"))["evaluations"]
+        scores = storage.read_json("result.json")["evaluations"]
         return [score for score in scores if {"round", "samples"} <= score.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no start has ended
         return []

@@ -12,6 +12,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,6 +135,15 @@ def _instance_of(cls: type[_Options], options: Any) -> _Options:
     return cls(**values)
 
 
+_NAMES_ELSEWHERE = {
+    "learning-rate": "lr", "num-workers": "workers", "world-size": "workers", "nproc": "workers",
+    "num-epochs": "epochs", "max-epochs": "epochs", "num-train-epochs": "epochs",
+    "max-steps": "steps", "num-steps": "steps", "output-dir": "run-dir", "out": "run-dir",
+    "per-device-train-batch-size": "batch-size", "dataset": "data", "arch": "model",
+}  # fmt: skip
+"""Options by their names in other programs, with raydl's flag."""
+
+
 def _unknown_word(word: str, flags: Mapping[str, str], hint: str) -> str:
     """Return the problem with a word that is no option; ``flags`` by dotted name of the setting."""
     if not word.startswith("-"):
@@ -141,6 +151,7 @@ def _unknown_word(word: str, flags: Mapping[str, str], hint: str) -> str:
     name = word.partition("=")[0]
     flag_of = {known: flag for setting, flag in flags.items() for known in (setting, flag)}
     bare = name.lstrip("-").replace("_", "-")
+    bare = _NAMES_ELSEWHERE.get(bare, bare)
     near = [bare]
     if bare not in flag_of:
         near = difflib.get_close_matches(bare, flag_of, 2, _MIN_SIMILARITY)
@@ -180,6 +191,10 @@ def _printable(text: str) -> str:
     return escape_controls(redact(text))
 
 
+_UNLIMITED = 10_000
+"""Columns of a table that is not printed to a terminal."""
+
+
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
 ) -> None:
@@ -189,7 +204,9 @@ def print_table(
         table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
     for row in rows:
         table.add_row(*(_printable(cell).replace("\n", "\\n") for cell in row))
-    Console(markup=False).print(table)
+    # Not for a person at a terminal, the lines are read by a program: names stay whole.
+    width = None if sys.stdout.isatty() else _UNLIMITED
+    Console(markup=False, width=width).print(table)
 
 
 def _parse_workers(text: str) -> int | tuple[int, int]:

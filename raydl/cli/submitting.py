@@ -163,7 +163,7 @@ def _check_size(folder: str, uploaded: Mapping[Path, int]) -> None:
     entries = ", ".join(f"{name} ({sizes[name] / _MIB:,.0f} MiB)" for name in largest)
     raise ConfigError(
         "submit.working_dir",
-        f"{folder} holds {total / _MIB:,.0f} MiB, but Ray accepts less than {limit / _MIB:,.0f} "
+        f": {folder} holds {total / _MIB:,.0f} MiB, but Ray accepts less than {limit / _MIB:,.0f} "
         f"MiB; exclude entries in {folder}/.rayignore, or keep data on storage that all nodes can "
         f"read; largest entries: {entries}",
     )

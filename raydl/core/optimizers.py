@@ -508,12 +508,23 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
 
 def _try_options(setting: str, config: OptimizerConfig) -> None:
     """Raise a ConfigError unless a named optimizer steps with its options."""
+    kind = without_compiler(OPTIMIZERS[config.name])
+    _require_tuples(setting, config)
     try:
-        kind = without_compiler(OPTIMIZERS[config.name])
         kind([parameter for _, parameter in _sample()], **_settings(config)).step()
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         problem = f"{config.options!r} is not accepted by {config.name}: {error}"
         raise ConfigError(setting, problem) from error
+
+
+def _require_tuples(setting: str, config: OptimizerConfig) -> None:
+    """Raise a ConfigError if an option that has several numbers is given one."""
+    takes = _takes(config)
+    for name, value in config.parsed_options.items():
+        default = takes[name].default if name in takes else None
+        if isinstance(default, tuple) and not isinstance(value, (tuple, list)):
+            problem = f"must have {name} as {len(default)} values, as in {name}={default}"
+            raise ConfigError(setting, f"{problem}, got {name}={value!r}")
 
 
 def _check_group(group: ParamGroup, config: OptimizerConfig) -> None:

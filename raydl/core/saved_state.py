@@ -17,7 +17,7 @@ from torch import Tensor
 from raydl.core import tensor_files
 from raydl.core.tensor_files import TensorFile, view_of
 from raydl.errors import CheckpointError, ConfigError
-from raydl.storage import Storage, Sum, Summing, below, in_words
+from raydl.storage import Storage, Sum, Summing, below, in_words, parse_json
 
 _TENSOR = "tensor"
 
@@ -154,13 +154,20 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def unpack(data: bytearray) -> dict[str, Any]:
-    """Return the state of a file from ``pack``; its tensors share the memory of ``data``."""
+    """Return the state of a file from ``pack``; its tensors share the memory of ``data``.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     tensors, metadata = tensor_files.parse(data)
     return _state_of(tensors, metadata or {})
 
 
 def _state_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    state: dict[str, Any] = _restored(json.loads(metadata["outline"]), tensors)
+    try:
+        state: dict[str, Any] = _restored(parse_json(metadata["outline"]), tensors)
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"it is damaged: {error}") from error
     return state
 
 

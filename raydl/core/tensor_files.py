@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydl.storage import Storage, parse_json
+
 PIECE_BYTES = 4 << 20
 """Size of the pieces in which files are read and written."""
 _KEY = "raydl"
@@ -120,7 +122,7 @@ def parse(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str] | None]:
         start = 8 + int.from_bytes(data[:8], "little")
         if not 8 < start <= min(len(data), _MAX_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
-        header = json.loads(bytes(data[8:start]))
+        header = parse_json(bytes(data[8:start]))
         metadata = header.pop("__metadata__", None)
         tensors = {name: _tensor_in(data, start, entry) for name, entry in header.items()}
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -147,7 +149,7 @@ def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], di
     if not 0 < size <= min(num_bytes - 8, _MAX_HEADER_BYTES):
         raise ValueError("it is damaged: its header is longer than the file")
     try:
-        header = json.loads(bytes(source.read_bytes(size)))
+        header = parse_json(bytes(source.read_bytes(size)))
         metadata = header.pop("__metadata__", None) or {}
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         tensors, at = {}, 0
@@ -208,21 +210,26 @@ def seal(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> TensorFile:
     return TensorFile(tensors, {_KEY: json.dumps(sealed)})
 
 
-def load(data: bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, values) of a file; the tensors share the memory of ``data``.
+def load(storage: Storage, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, values) of a file that ``seal`` made.
 
     Files of older versions have no checksum and are not verified.
 
+    Args:
+        storage: where it is.
+        name: its name.
+
     Raises:
+        OSError: if it is absent or cannot be read.
         ValueError: if it is damaged.
     """
-    tensors, metadata = parse(data)
-    if metadata is None:
+    tensors, metadata = read(storage.read_pieces(name), storage.num_bytes(name))
+    if not metadata:
         return tensors, {}
     try:
-        values = json.loads(metadata[_KEY])
+        values = parse_json(metadata[_KEY])
         checksum = values.pop(_CHECKSUM, None)
-    except (KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if checksum is not None and checksum != _checksum(tensors, values):
         raise ValueError("it is damaged: its checksum does not match")

@@ -197,13 +197,14 @@ def check_what_travels(
     if uploaded is None:
         raise ConfigError(
             setting,
-            f"{value} is in this folder, which the job does not have; add --working-dir . "
+            f": {value} is in this folder, which the job does not have; add --working-dir . "
             f"(before the --) to upload the folder, or name a place that all nodes can access",
         )
     raise ConfigError(
         setting,
-        f"{value} is not uploaded: it is outside {here}, or raydl submit, .gitignore or .rayignore "
-        f"leaves it out; move it within this folder, or name a place that all nodes can access",
+        f": {value} is not uploaded: it is outside {here}, or raydl submit, .gitignore or "
+        f".rayignore leaves it out; move it within this folder, or name a place that all nodes can "
+        f"access",
     )
 
 
@@ -246,26 +247,26 @@ def read_runtime_env(path: str) -> dict[str, Any]:
     try:
         env = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(setting, f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(setting, f": {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
-        raise ConfigError(setting, f"{path} is no YAML or JSON: {problem}") from error
+        raise ConfigError(setting, f": {path} is no YAML or JSON: {problem}") from error
     if not isinstance(env, dict):
-        raise ConfigError(setting, f"{path} must have fields by name, as in pip: [transformers]")
+        raise ConfigError(setting, f": {path} must have fields by name, as in pip: [transformers]")
     for field, instead in _NOT_IN_FILE.items():
         if field in env:
-            raise ConfigError(setting, f"{path} has {field}; {instead}")
+            raise ConfigError(setting, f": {path} has {field}; {instead}")
     if has_credentials(env):
         raise ConfigError(
             setting,
-            f"{path} has a URI with credentials, and Ray's dashboard shows it; give it to the "
+            f": {path} has a URI with credentials, and Ray's dashboard shows it; give it to the "
             "cluster: in the environment in which its nodes run ray start, or in pip.conf",
         )
     _check_variables(env.get("env_vars", {}), path)
     if "pip" in env:
         pip = {"packages": env["pip"]} if isinstance(env["pip"], list) else env["pip"]
         if not isinstance(pip, dict) or not isinstance(pip.get("packages"), list):
-            raise ConfigError(setting, f"{path} must list packages, as in pip: [transformers]")
+            raise ConfigError(setting, f": {path} must list packages, as in pip: [transformers]")
         env["pip"] = pip
     return env
 
@@ -279,7 +280,7 @@ def _check_variables(variables: Any, path: str) -> None:
         if not isinstance(value, str):
             raise ConfigError(setting, f'{path} must have a text for {name}, as in {name}: "1"')
     if _STOP_WAIT in variables:
-        raise ConfigError(setting, f"{path} has {_STOP_WAIT}; pass it as --stop-grace-s")
+        raise ConfigError(setting, f": {path} has {_STOP_WAIT}; pass it as --stop-grace-s")
 
 
 def make_runtime_env(

@@ -23,14 +23,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from raydl.config.run import METRIC_LINES, TRACKER_STATES
-from raydl.errors import ConfigError, UnknownNameError
+from raydl.errors import ConfigError, UnknownNameError, how_to_install
+from raydl.local_files import LocalFiles
 from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
+from raydl.storage import parse_json
 
 _STEP = "samples"
 """Name of the step of a point, among its values."""
 _PROJECT = "raydl"
 """Experiment or project, unless the environment names another."""
+_STATE_BYTES = 4096
+"""Largest state of a tracker that is read."""
 _MAX_PARAM_CHARS, _MAX_PARAMS = 500, 100
 """MLflow's limits of a parameter's value, and of parameters in one call."""
 
@@ -64,7 +68,7 @@ class State:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._path = folder / f"{TRACKER_STATES}{name}.json"
+        self._files, self._name = LocalFiles(str(folder)), f"{TRACKER_STATES}{name}.json"
         own = self._read()
         self.run_id: str | None = own.get("run_id")
         """Id of the run in the tracker; None: it has none yet."""
@@ -75,16 +79,18 @@ class State:
 
     def _read(self) -> dict[str, Any]:
         try:
-            values = json.loads(self._path.read_text())
+            with self._files.open(self._name) as file:
+                values = parse_json(file.read(_STATE_BYTES))
         except (FileNotFoundError, ValueError):  # the machine stopped while it was written
             return {}
         return values if isinstance(values, dict) else {}
 
     def save(self) -> None:
         """Write the file, for a start that resumes the run."""
-        new = self._path.with_name(f".{self._path.name}")
-        new.write_text(json.dumps(self._values()))
-        os.replace(new, self._path)
+        new = f".{self._name}-{uuid.uuid4().hex}"
+        with self._files.create(new) as file:
+            file.write(json.dumps(self._values()).encode())
+        self._files.rename(new, self._name)
 
     def _values(self) -> dict[str, Any]:
         names = ("run_id", "last_step", "num_writers")
@@ -165,14 +171,14 @@ class JsonLines:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / METRIC_LINES
+        self._files = LocalFiles(str(folder))
 
     def write(self, values: Mapping[str, float], *, step: int, unix_s: float) -> None:
         """Write one line."""
         finite = {name: value if np.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({_STEP: step, "unix_s": round(unix_s, 3), **finite})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        with self._files.append(METRIC_LINES) as file:
+            file.write(f"{line}\n".encode())
 
     def write_text(self, name: str, markdown: str) -> None:
         """Do nothing: the log and the settings are files of the run's folder already."""
@@ -333,14 +339,16 @@ def names_of(trackers: str) -> tuple[str, ...]:
     if names == ("none",):
         return ()
     for name in names:
+        if name == "tensorboard":
+            problem = "names trackers beside TensorBoard, which every run writes; leave it out"
+            raise ConfigError("run.tracker", problem)
         if name not in _LIBRARIES:
             raise UnknownNameError("run.tracker", name, ("none", *_LIBRARIES))
         library = _LIBRARIES[name]
         if library and importlib.util.find_spec(library) is None:
             raise ConfigError(
                 "run.tracker",
-                f"{name} needs {library}, which is not installed: "
-                f"pip install 'elastic-raydl[{library}]'",
+                f"{name} needs {library}, which is not installed; {how_to_install(library)}",
             )
     if "mlflow" in names:
         _check_mlflow_store()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from raydl.config.custom_code import HUGGING_FACE
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, how_to_install
 
 _OF_THE_MODEL = (".safetensors", ".bin", ".h5", ".msgpack", ".index.json")
 """Endings of the names of files with weights, which the trained ones replace."""
@@ -199,6 +199,6 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "model",
-            f"{HUGGING_FACE}FOLDER needs transformers, which is not installed: "
-            f"pip install 'elastic-raydl[transformers]'",
+            f"{HUGGING_FACE}FOLDER needs transformers, which is not installed; "
+            f"{how_to_install('transformers')}",
         ) from error

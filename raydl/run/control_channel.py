@@ -25,7 +25,7 @@ from typing import Any
 
 from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.run.folder import NO_RUN, open_run
-from raydl.run.status import RunStatus, WorkerStatus, from_json, to_json
+from raydl.run.status import RunStatus, WorkerStatus, from_values, to_json
 from raydl.storage import SilenceMonitor, Storage, below, in_words
 
 __all__ = [
@@ -234,7 +234,7 @@ class ControlChannel:
             if request_id in self._received:
                 continue
             try:
-                request = json.loads(self._storage.read_bytes(_REQUEST.format(request_id)))
+                request = self._storage.read_json(_REQUEST.format(request_id))
                 is_mine = request["driver"] == self.driver
                 worker_id = None if request.get("stop") else str(request["remove"])
             except FileNotFoundError:
@@ -288,7 +288,7 @@ def _read(storage: Storage) -> RunStatus:
         # Listed first: NFS caches attributes of a name until its folder is opened.
         names = storage.list_dir("")
         if "status.json" in names:
-            return from_json(storage.read_bytes("status.json"))
+            return from_values(storage.read_json("status.json"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(storage.root, f"its status cannot be read: {in_words(error)}") from error
     raise DataError(
@@ -412,7 +412,7 @@ def _send(storage: Storage, request: dict[str, Any], timeout_s: float) -> dict[s
             # The answer's folder may exist before the answer.
             with suppress(FileNotFoundError):
                 if request_id in storage.list_dir("answers"):
-                    answer = json.loads(storage.read_bytes(_ANSWER.format(request_id)))
+                    answer = storage.read_json(_ANSWER.format(request_id))
     finally:
         for name in ("requests", "answers"):
             with suppress(OSError):

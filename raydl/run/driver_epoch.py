@@ -96,7 +96,7 @@ class DriverEpoch:
             name = max(newer, key=lambda name: newer[name])
             holder = ""
             with suppress(OSError, ValueError, KeyError, TypeError):
-                record = json.loads(self._storage.read_bytes(f"{FOLDER}/{name}"))
+                record = self._storage.read_json(f"{FOLDER}/{name}")
                 holder = f"{record['driver']} since {record['since']}"
             self._over = SupersededError(self._storage.root, self.number, newer[name], holder)
             raise self._over

@@ -106,7 +106,7 @@ class RunFolder:
             with self.storage.waiting(f"to make {self.path}"):
                 self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"{self.path} cannot be made: {in_words(error)}"
+            problem = f": {self.path} cannot be made: {in_words(error)}"
             raise ConfigError("run.run_dir", problem) from error
         check = (lambda: None) if resume else self._refuse_run
         with held(storage := self.storage, setting, check=check) as epoch:
@@ -128,13 +128,13 @@ class RunFolder:
         if self.storage.exists("config.json"):
             raise ConfigError(
                 self._setting,
-                f"{self.root} already holds a run; add --resume to continue it, or choose another "
-                f"name",
+                f": {self.root} already holds a run; add --resume to continue it, or choose "
+                f"another name",
             )
         if self.is_remote and any(p.name.startswith(_CURVES) for p in self.path.iterdir()):
             raise ConfigError(
                 "run.run_dir",
-                f"{self.path} on this machine holds the curves of another run; move it away, or "
+                f": {self.path} on this machine holds the curves of another run; move it away, or "
                 f"choose another name",
             )
 
@@ -215,7 +215,7 @@ class RunFolder:
 
     def _read_config(self) -> dict[str, Any]:
         try:
-            values: dict[str, Any] = json.loads(self.storage.read_bytes("config.json"))
+            values: dict[str, Any] = self.storage.read_json("config.json")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(self.root, NO_RUN) from error
         except ValueError as error:
@@ -233,7 +233,7 @@ class RunFolder:
             CheckpointError: the folder cannot be read.
         """
         try:
-            config = json.loads(self.storage.read_bytes("config.json"))
+            config = self.storage.read_json("config.json")
             epoch = self.finished_result().get("driver_epoch", 0)
             is_newest = _is_of_raydl(config) and epoch == config.get("driver_epoch")
             return is_newest and self.storage.exists("center.safetensors")
@@ -249,7 +249,7 @@ class RunFolder:
             OSError: the storage failed.
         """
         try:
-            result = json.loads(self.storage.read_bytes("result.json"))
+            result = self.storage.read_json("result.json")
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
         return result if isinstance(result, dict) and not result.get("stopped_by") else {}
@@ -257,7 +257,7 @@ class RunFolder:
     def redacted_settings(self) -> list[str]:
         """Return the dotted names of the settings whose credentials ``config.json`` omits."""
         try:
-            values = json.loads(self.storage.read_bytes("config.json"))
+            values = self.storage.read_json("config.json")
         except (OSError, ValueError):
             return []
         names = values.get("redacted") if _is_of_raydl(values) else None
@@ -270,7 +270,7 @@ class RunFolder:
             OSError: the storage failed.
         """
         try:
-            values = json.loads(self.storage.read_bytes("config.json"))
+            values = self.storage.read_json("config.json")
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         return values.get("submission") if _is_of_raydl(values) else None

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from raydl.errors import ConfigError, SupersededError
+from raydl.local_files import LocalFiles
 from raydl.redaction import redact
 from raydl.run.driver_epoch import DriverEpoch
-from raydl.storage import Storage, in_words
+from raydl.storage import Storage, in_words, parse_json
 
 BEAT_S = 2.0
 """Seconds between two writes of a lock object."""
@@ -44,6 +45,8 @@ LOCK_POLL_S = 3.0
 """Seconds between two attempts to get a lock."""
 LOCK = "driver.lock"
 _LOCK_OBJECTS = "drivers"
+_RECORD_BYTES = 4096
+"""Largest record of a driver that is read."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -96,7 +99,7 @@ def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
     try:
         epoch = DriverEpoch.take_next(storage, _this_process())
     except OSError as error:
-        problem = f"{storage.root} cannot be written: {in_words(error)}"
+        problem = f": {storage.root} cannot be written: {in_words(error)}"
         raise ConfigError(setting, problem) from error
     if epoch is None:
         raise _in_use(storage, setting, b"")
@@ -124,20 +127,21 @@ def _watched(epoch: DriverEpoch) -> Iterator[None]:
 def _lock(storage: Storage, setting: str) -> int | None:
     """Return the descriptor that holds the lock, or None if the file system has no locks."""
     assert storage.local_path is not None
-    path = Path(storage.local_path) / LOCK
+    files, path = LocalFiles(storage.local_path), Path(storage.local_path) / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = files.open_or_create(LOCK)
     except OSError as error:
-        raise ConfigError(setting, f"{path} cannot be opened: {in_words(error)}") from error
+        raise ConfigError(setting, f": {path} cannot be opened: {in_words(error)}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        holder = os.pread(descriptor, _RECORD_BYTES, 0)
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
-            raise _in_use(storage, setting, path.read_bytes()) from None
+            raise _in_use(storage, setting, holder) from None
         if error.errno in _NO_LOCKS:
             return None
-        raise ConfigError(setting, f"{path} cannot be locked: {in_words(error)}") from error
+        raise ConfigError(setting, f": {path} cannot be locked: {in_words(error)}") from error
     try:
         _write_holder(storage, setting, descriptor)
     except ConfigError:
@@ -161,7 +165,7 @@ def _write_holder(
         os.write(descriptor, json.dumps(holder).encode())
     except OSError as error:
         path = Path(storage.local_path or "") / LOCK
-        raise ConfigError(setting, f"{path} cannot be written: {in_words(error)}") from error
+        raise ConfigError(setting, f": {path} cannot be written: {in_words(error)}") from error
 
 
 def wait_until_free(
@@ -179,9 +183,9 @@ def wait_until_free(
     """
     if storage.local_path is None:
         return
-    path, until = Path(storage.local_path) / LOCK, clock() + wait_s
+    until = clock() + wait_s
     is_logged = False
-    while is_locked(path) and clock() < until:
+    while is_locked(storage.local_path) and clock() < until:
         if not is_logged:
             place = redact(storage.root)
             log(f"{place} is still in use; waiting up to {wait_s:.0f} s for its driver to end")
@@ -189,11 +193,17 @@ def wait_until_free(
         sleep(LOCK_POLL_S)
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file; one that is absent, or cannot be locked, is free."""
+def is_locked(folder: str) -> bool:
+    """Whether a process holds the lock file of a local folder.
+
+    One that is absent, or cannot be locked, is free.
+    """
+    files = LocalFiles(folder)
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = files.open_or_create(LOCK) if files.status(LOCK) else None
     except OSError:
+        descriptor = None
+    if descriptor is None:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,13 +222,13 @@ def _this_process() -> dict[str, Any]:
 def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
     """Return the error for a folder in use; ``data`` is the content of a lock file or object."""
     try:
-        record = json.loads(data)
+        record = parse_json(data)
         holder = f"{record['driver']} since {record['since']}"
     except (ValueError, KeyError, TypeError):
         holder = "another driver"  # which has not written its record yet
     return ConfigError(
         setting,
-        f"{storage.root} is in use by {holder}; name another folder, or stop that run first: "
+        f": {storage.root} is in use by {holder}; name another folder, or stop that run first: "
         f"--resume continues it",
     )
 
@@ -258,7 +268,7 @@ class _LockObject:
                     raise _in_use(self._storage, setting, self._read(min(others)))
                 time.sleep(POLL_S)  # a later driver sees this lock and ends
         except OSError as error:
-            problem = f"{self._storage.root} cannot be locked: {in_words(error)}"
+            problem = f": {self._storage.root} cannot be locked: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def release(self, *, timeout_s: float = 5.0) -> None:
@@ -312,6 +322,7 @@ class _LockObject:
     def _read(self, name: str) -> bytes:
         """Return the content of a lock object, empty if it was released meanwhile."""
         try:
-            return self._storage.read_bytes(f"{_LOCK_OBJECTS}/{name}/driver.json")
+            path = f"{_LOCK_OBJECTS}/{name}/driver.json"
+            return self._storage.read_bytes(path, most=_RECORD_BYTES)
         except FileNotFoundError:
             return b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +66,8 @@ class Result:
         """
         storage = open_run(path).storage
         try:
-            metrics = json.loads(storage.read_bytes("result.json"))
-            start = json.loads(storage.read_bytes("config.json")).get("driver_epoch")
+            metrics = storage.read_json("result.json")
+            start = storage.read_json("config.json").get("driver_epoch")
         except FileNotFoundError as error:
             not_ended = "the run has no result.json: it has not ended"
             raise DataError(path, not_ended if storage.exists("config.json") else NO_RUN) from error

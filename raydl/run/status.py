@@ -87,13 +87,13 @@ def to_dict(status: RunStatus) -> dict[str, Any]:
     return {**values.pop("progress"), **values}
 
 
-def from_json(data: bytes) -> RunStatus:
+def from_values(contents: Any) -> RunStatus:
     """Return the status in the contents of ``status.json``; ignores fields of newer versions.
 
     Raises:
         ValueError, TypeError, KeyError: it is damaged.
     """
-    values = json.loads(data)
+    values = dict(contents)
     values["workers"] = tuple(_known(WorkerStatus, w) for w in values["workers"])
     values["events"] = tuple(values["events"])
     values["progress"] = Progress.from_dict(values)

@@ -105,8 +105,13 @@ def test_texts_are_written_once_they_are_flushed_and_events_are_collected(tmp_pa
     ("names", "error", "sentence"),
     [
         ("tensorbord", UnknownNameError, "run.tracker"),
+        ("tensorboard", ConfigError, "beside TensorBoard, which every run writes; leave it out"),
         ("jsonl,jsonl", ConfigError, "must name each tracker once, got jsonl,jsonl"),
-        ("jsonl,wandb", ConfigError, r"needs wandb, .*: pip install 'elastic-raydl\[wandb\]'"),
+        (
+            "jsonl,wandb",
+            ConfigError,
+            r"needs wandb, .*; in a checkout .* pip install -e '\.\[wandb\]'",
+        ),
     ],
 )
 def test_a_wrong_tracker_is_refused_in_one_sentence_before_the_run(

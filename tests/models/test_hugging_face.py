@@ -160,7 +160,7 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(hugging_face.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'elastic-raydl\[transformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[transformers\]'"):
         LocalModel(str(tmp_path)).build()
 
 

@@ -158,7 +158,7 @@ def test_a_name_whose_library_is_missing_says_what_to_install(name, monkeypatch)
     monkeypatch.delitem(sys.modules, f"raydl.{raydl._MODULES[name]}", raising=False)
     for module in [m for m in sys.modules if m.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ImportError, match=rf"pip install 'elastic-raydl\[{library}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install -e '\.\[{library}\]'"):
         getattr(raydl, name)
 
 
@@ -286,8 +286,8 @@ def requirements_of(line):
     return [word.strip("'\"();,:") for word in words]
 
 
-def test_no_command_installs_the_foreign_package_named_raydl():
-    """``raydl`` on the package index is another project."""
+def test_no_command_installs_raydl_from_the_index():
+    """There ``raydl`` is another project, and ``elastic-raydl`` is not published yet."""
     lines = [
         (path, line)
         for path in text_files()
@@ -298,7 +298,7 @@ def test_no_command_installs_the_foreign_package_named_raydl():
     for path, line in lines:
         for word in requirements_of(line):
             name = re.split(r"[\[<>=~!;]", word)[0]
-            assert name.lower() != "raydl", f"{path}: {line}"
+            assert name.lower() not in ("raydl", "elastic-raydl"), f"{path}: {line}"
 
 
 @pytest.mark.parametrize(

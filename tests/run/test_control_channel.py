@@ -1,7 +1,6 @@
 """A run's control channel: status, requests and answers, through the run's folder."""
 
 import json
-import os
 import shutil
 import threading
 import time
@@ -14,6 +13,7 @@ from snapshots import with_progress
 
 from raydl.core.progress import Progress
 from raydl.errors import ConfigError, DataError, RaydlError
+from raydl.local_files import LocalFiles
 from raydl.run import control_channel
 from raydl.run.control_channel import (
     ControlChannel,
@@ -343,12 +343,12 @@ def test_each_of_many_requests_gets_its_own_answer(tmp_path, channel, clock):
 
 
 def test_a_request_that_is_answered_at_once_is_no_failure(tmp_path, channel, clock, monkeypatch):
-    def flush_once_taken(self, path, flush=Storage._flush_to_disk):
-        if "/requests/" in path and not path.endswith(".tmp"):
-            wait_for(lambda: not os.path.exists(path))  # the driver has answered
-        flush(self, path)
+    def flush_once_taken(self, name, flush=LocalFiles.flush):
+        if name.startswith("requests/"):
+            wait_for(lambda: not (tmp_path / name).exists())  # the driver has answered
+        flush(self, name)
 
-    monkeypatch.setattr(Storage, "_flush_to_disk", flush_once_taken)
+    monkeypatch.setattr(LocalFiles, "flush", flush_once_taken)
     with driver(channel, clock):
         wait_for(lambda: status_in(tmp_path))
         assert request_removal(str(tmp_path), "w1", timeout_s=30) == "w1 leaves after this round"
@@ -501,17 +501,16 @@ def test_a_folder_that_is_created_while_it_is_listed_is_no_failure(tmp_path):
         thread.join()
 
 
-class ReadAtOnce(Storage):
-    """A storage whose answers are read and deleted as soon as they are written."""
+def test_an_answer_that_is_read_at_once_is_no_failure_and_not_written_again(
+    tmp_path, clock, monkeypatch
+):
+    def flush_once_read(self, name, flush=LocalFiles.flush):
+        if name == "answers/r1":
+            shutil.rmtree(tmp_path / name)
+        flush(self, name)
 
-    def _flush_to_disk(self, path):
-        if path.endswith("answers/r1"):
-            shutil.rmtree(path)
-        super()._flush_to_disk(path)
-
-
-def test_an_answer_that_is_read_at_once_is_no_failure_and_not_written_again(tmp_path, clock):
-    channel = ControlChannel(ReadAtOnce(str(tmp_path)), clock=clock)
+    monkeypatch.setattr(LocalFiles, "flush", flush_once_read)
+    channel = ControlChannel(Storage(str(tmp_path)), clock=clock)
     write_request(tmp_path, "r1", driver=channel.driver)
     (request,) = wait_for(lambda: _pass(clock) and channel.pop_requests())
     channel.answer(request, "w1 leaves", ok=True)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pyarrow.fs as fs
 import pytest
@@ -64,7 +63,7 @@ def test_a_folder_is_held_by_one_driver_and_released(tmp_path, kind):
     with hold.held(kind(str(tmp_path)), "run.run_dir"), pytest.raises(ConfigError) as caught:
         acquire_and_release(kind(str(tmp_path)))
     sentence = str(caught.value)
-    assert sentence.startswith(f"run.run_dir {tmp_path} is in use by process ")
+    assert sentence.startswith(f"run.run_dir: {tmp_path} is in use by process ")
     assert " since 20" in sentence
     assert sentence.endswith("name another folder, or stop that run first: --resume continues it")
     acquire_and_release(kind(str(tmp_path)))
@@ -135,12 +134,11 @@ def test_a_full_disk_is_an_error_and_leaves_no_descriptor_open(tmp_path, monkeyp
 
 
 def test_a_probe_that_finds_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    def full(self, path, data):
-        Path(path).touch()
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Storage, "_write", full)
-    with pytest.raises(ConfigError, match=r"cannot be written: .*No space left"):
+    monkeypatch.setattr(os, "fsync", full)  # the file is there by then
+    with pytest.raises(ConfigError, match=r"cannot be written: no space left"):
         Storage(str(tmp_path)).probe("run.run_dir")
     assert list(tmp_path.iterdir()) == []
 
@@ -205,7 +203,7 @@ def test_a_second_run_in_the_folder_of_a_live_one_is_refused(tmp_path, capsys, o
     capsys.readouterr()
     with hold.held(Storage(folder), "run.run_dir"):
         assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *options]) == 2
-    assert f"error: run.run_dir {folder} is in use by process" in capsys.readouterr().err
+    assert f"error: run.run_dir: {folder} is in use by process" in capsys.readouterr().err
     status = 0 if options else 2  # without --resume there is a run, whose driver has ended
     assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *options]) == status
 
@@ -221,7 +219,7 @@ def test_a_storage_that_can_not_be_written_is_an_error_before_any_start(tmp_path
     options = ["--run-dir", str(tmp_path / "r"), "--storage-path", str(tmp_path / "file")]
     assert cli.main([*TRAIN, *options]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(f"error: run.storage_path {tmp_path}/file/r cannot be written: ")
+    assert error.startswith(f"error: run.storage_path: {tmp_path}/file/r cannot be written: ")
     assert error.endswith(": not a directory"), "without an error number, and with its reason once"
     assert "\n" not in error
 

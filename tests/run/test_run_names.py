@@ -71,7 +71,7 @@ def test_a_used_name_is_refused_and_resume_continues_its_run(working_folder, cap
     assert train("--name", "first", "--epochs", "2", *storage) == 2
     place = "kept/first" if storage else "runs/first"
     assert capsys.readouterr().err == (
-        f"error: run.name {place} already holds a run; add --resume to continue it, or choose "
+        f"error: run.name: {place} already holds a run; add --resume to continue it, or choose "
         f"another name\n"
     )
     assert (kept / "result.json").read_bytes() == before

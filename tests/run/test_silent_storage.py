@@ -114,7 +114,7 @@ class UnwritableStorage(Storage):
 
     error = UNREACHED
 
-    def _write(self, path, pieces):
+    def _write_new(self, name, pieces):
         raise self.error
 
 
@@ -389,7 +389,7 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
             thawed.wait(60)
         return write(storage, path, pieces)
 
-    monkeypatch.setattr(Storage, "_write", freeze)
+    monkeypatch.setattr(Storage, "_write_new", freeze)
     monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
 
     class Freezes(raydl.Callback):
@@ -426,7 +426,7 @@ def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(
     tmp_path, monkeypatch, short_timeouts
 ):
     thawed = threading.Event()
-    monkeypatch.setattr(Storage, "_write", lambda *arguments: thawed.wait(60))
+    monkeypatch.setattr(Storage, "_write_new", lambda *arguments: thawed.wait(60))
     monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
     run = raydl.RunConfig(run_dir=str(tmp_path / "run"))
     scaling = raydl.ScalingConfig(num_workers=2)

@@ -20,7 +20,7 @@ from raydl.config import InputConfig, TrainConfig, to_dict
 from raydl.config.run import RUNS
 from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.redaction import redact, redact_values
-from raydl.run.lock import LOCK, is_locked
+from raydl.run.lock import is_locked
 from raydl.tools.comparison.figures import Run, make_rows
 from raydl.tools.comparison.hparams import write_hparams
 from raydl.tools.comparison.report import describe, draw, machine, markdown, print_table, sentence
@@ -125,9 +125,9 @@ def _run_all(runs: list[Run], fit: Fit, report: Callable[[], None], target: floa
 
 def _attempt(run: Run, fit: Fit) -> tuple[Run, str]:
     """Return the run with its figures or the reason of its failure, and the signal or ""."""
-    if is_locked(run.folder / LOCK):
+    if is_locked(str(run.folder)):
         raise ConfigError(
-            "out", f"{run.folder} is in use by another comparison, which still trains"
+            "out", f": {run.folder} is in use by another comparison, which still trains"
         )
     run = load_complete(run)  # another comparison may have completed it since the start of this one
     if run.figures is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from raydl.config import dotted
 from raydl.errors import DataError
 from raydl.metrics.tags import OF_COMPARISON
 from raydl.run.folder import open_run
-from raydl.run.status import RunStatus, from_json, to_dict
+from raydl.run.status import RunStatus, from_values, to_dict
 from raydl.storage import Storage, parent_and_name
 from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow, read_history
 
@@ -191,7 +190,7 @@ def _read_config(storage: Storage) -> dict[str, Any]:
         if not storage.exists("config.json"):
             problem = f"contains no run, config.json is missing{_runs_below(storage)}"
             raise DataError(storage.root, problem)
-        values = json.loads(storage.read_bytes("config.json"))
+        values = storage.read_json("config.json")
     except OSError as error:
         raise DataError(storage.root, f"cannot be read: {error}") from error
     except ValueError as error:
@@ -215,7 +214,7 @@ def _runs_below(storage: Storage) -> str:
 
 def _read_json(storage: Storage, name: str, notes: list[str]) -> dict[str, Any]:
     try:
-        values = json.loads(storage.read_bytes(name)) if storage.exists(name) else {}
+        values = storage.read_json(name) if storage.exists(name) else {}
     except (OSError, ValueError) as error:
         notes.append(f"{name} cannot be read: {error}.")
         return {}
@@ -242,7 +241,7 @@ def _is_of_an_earlier_start(result: Mapping[str, Any], status: RunStatus) -> boo
 
 def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
     try:
-        return from_json(storage.read_bytes("status.json"))
+        return from_values(storage.read_json("status.json"))
     except FileNotFoundError:
         notes.append("status.json is missing: the end of the run is unknown.")
     except (OSError, ValueError, TypeError, KeyError) as error:
