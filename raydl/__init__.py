@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"raydl.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != _EXTRAS.get(name):
+        if error.name is None or error.name != _EXTRAS.get(name):
             raise
         from raydl.errors import how_to_install
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from raydl.local_files import LocalFiles
+from raydl.storage.local_files import LocalFiles
 from raydl.storage import Storage
 
 SECRET = b"private\n" * 20

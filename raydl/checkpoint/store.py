@@ -435,22 +435,26 @@ class CheckpointStore:
     ) -> _Content:
         """Return what a function makes of a file that matches its manifest."""
         expected = self._entry(name, file_name, manifest)
-        num_bytes = self._read_file(name, file_name, self._storage.num_bytes)
-        if num_bytes > expected.num_bytes:  # before memory is taken for it
-            self._compare(name, file_name, Sum(num_bytes, 0), expected)
-        data = self._read_file(name, file_name, self._storage.read_whole)
-        self._compare(name, file_name, Sum.of([data]), expected)
+        read = partial(self._read_expected, expected=expected)
+        data = self._read_file(name, file_name, read)
+        found = Sum.of([data]) if isinstance(data, bytearray) else data
+        self._compare(name, file_name, found, expected)
+        assert isinstance(data, bytearray), "another size is damage"
         try:
             return parse(data)
         except ValueError as error:
             raise _DamagedError(self._path(name), f"{file_name}: {error}") from error
 
+    def _read_expected(self, path: str, *, expected: Sum) -> bytearray | Sum:
+        """Return a whole file, or its size if it is larger than expected: it may be huge."""
+        num_bytes = self._storage.num_bytes(path)
+        if num_bytes > expected.num_bytes:
+            return Sum(num_bytes, 0)
+        return self._storage.read_whole(path)
+
     def _verified(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
         """Read a file in pieces, compare it with the manifest, and return its place."""
         expected = self._entry(name, file_name, manifest)
-        num_bytes = self._read_file(name, file_name, self._storage.num_bytes)
-        if num_bytes > expected.num_bytes:
-            self._compare(name, file_name, Sum(num_bytes, 0), expected)
         found = self._read_file(name, file_name, lambda p: Sum.of(self._storage.read_pieces(p)))
         self._compare(name, file_name, found, expected)
         return SavedState(self._storage, _file_path(name, file_name), expected)

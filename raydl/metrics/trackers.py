@@ -24,7 +24,7 @@ import numpy as np
 
 from raydl.config.run import METRIC_LINES, TRACKER_STATES
 from raydl.errors import ConfigError, UnknownNameError, how_to_install
-from raydl.local_files import LocalFiles
+from raydl.storage.local_files import LocalFiles
 from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
 from raydl.storage import parse_json

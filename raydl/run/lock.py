@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from raydl.errors import ConfigError, SupersededError
-from raydl.local_files import LocalFiles
+from raydl.storage.local_files import LocalFiles
 from raydl.redaction import redact
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.storage import Storage, in_words, parse_json

@@ -13,7 +13,7 @@ from snapshots import with_progress
 
 from raydl.core.progress import Progress
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.local_files import LocalFiles
+from raydl.storage.local_files import LocalFiles
 from raydl.run import control_channel
 from raydl.run.control_channel import (
     ControlChannel,

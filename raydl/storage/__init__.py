@@ -4,7 +4,7 @@ A file on a disk is written under a temporary name of its own, flushed and moved
 a reader sees all of it or nothing. An object store shows an object once its upload is complete, but
 PyArrow also completes an upload that failed, with the parts so far. So a small file is uploaded in
 one request, and a large one under a temporary name, which the store then copies. Below a local
-folder no symbolic link is followed: see ``raydl.local_files``.
+folder no symbolic link is followed: see ``raydl.storage.local_files``.
 
 A file server that is lost, or an S3 server that accepts connections and never replies, blocks the
 caller, and such a call cannot be ended. So while a run trains, all calls are made in threads that
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 from pyarrow import fs
 
 from raydl.errors import ConfigError, StorageSilentError
-from raydl.local_files import LocalFiles
+from raydl.storage.local_files import LocalFiles
 from raydl.redaction import redact
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
