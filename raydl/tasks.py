@@ -211,8 +211,8 @@ class LanguageModel:
         )
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of labelled tokens, in contexts: that of samples if all are labelled."""
-        _, next_tokens = batch
+        """Return the number of labelled tokens, in contexts: the samples if all are labelled."""
+        next_tokens: Tensor = batch[1]
         return (next_tokens != IGNORED).sum() / next_tokens.shape[1]
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
