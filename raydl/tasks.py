@@ -119,6 +119,9 @@ class Classification:
             the metrics ignore it.
     """
 
+    averages_over_labels = True
+    """Whether the metrics are means over what counts, not over all samples."""
+
     def __init__(
         self, model: str | ModelFactory = "lenet", *, label_smoothing: float = 0.0
     ) -> None:
@@ -158,13 +161,13 @@ class Classification:
             model(inputs), labels, label_smoothing=self._label_smoothing
         )
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
-        """Return (sum, labelled samples) of the cross entropy and of the correct predictions."""
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the summed cross entropy and the number of correct predictions."""
         inputs, labels = batch
-        logits, count = model(inputs), (labels != IGNORED).sum()
+        logits = model(inputs)
         return {
-            "loss": (functional.cross_entropy(logits, labels, reduction="sum"), count),
-            "accuracy": ((logits.argmax(1) == labels).sum(), count),
+            "loss": functional.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": (logits.argmax(1) == labels).sum(),
         }
 
     def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -186,6 +189,9 @@ class LanguageModel:
             [B, context, vocabulary] for tokens [B, context].
         label_smoothing: share of each token, in [0, 1), that the loss spreads over all tokens.
     """
+
+    averages_over_labels = True
+    """Whether the metrics are means over what counts, not over all samples."""
 
     def __init__(
         self, model: str | ModelFactory = "gpt-nano", *, label_smoothing: float = 0.0
@@ -215,16 +221,13 @@ class LanguageModel:
         next_tokens: Tensor = batch[1]
         return (next_tokens != IGNORED).sum() / next_tokens.shape[1]
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Metric]:
-        """Return (sum, count) of the cross entropy and of the correct tokens, in contexts."""
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return sums over samples of the mean cross entropy and the share of correct tokens."""
         tokens, next_tokens = batch
-        logits, count = model(tokens), self.count(batch)
+        logits = model(tokens)
         losses = functional.cross_entropy(logits.transpose(1, 2), next_tokens, reduction="none")
         is_correct = (logits.argmax(2) == next_tokens).float()
-        return {
-            "loss": (losses.mean(1).sum(), count),
-            "accuracy": (is_correct.mean(1).sum(), count),
-        }
+        return {"loss": losses.mean(1).sum(), "accuracy": is_correct.mean(1).sum()}
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return the perplexity, which is infinite if it overflows a float."""
@@ -531,6 +534,7 @@ def metric_sums(
     was_training = model.training
     model.eval()
     sums = _Sums(task.name)
+    counter = Counter(task) if getattr(task, "averages_over_labels", False) else None
     not_finite: dict[str, list[int]] = {}
     num_evaluated = 0
     with torch.no_grad():
@@ -538,9 +542,10 @@ def metric_sums(
             batch = get_batch(start, min(start + batch_size, num_samples))
             if not num_samples_of(batch):  # all of them were skipped
                 continue
+            labelled = None if counter is None else counter.of(batch)
             for key, value in task.metrics(model, batch).items():
                 total, count = sum_and_count(task.name, key, value)
-                sums.add(key, total, count)
+                sums.add(key, total, labelled if count is None else count)
                 if not math.isfinite(total):
                     not_finite.setdefault(key, []).append(start)
             num_evaluated += num_samples_of(batch)

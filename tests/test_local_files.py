@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from raydl.storage.local_files import LocalFiles
 from raydl.storage import Storage
+from raydl.storage.local_files import LocalFiles
 
 SECRET = b"private\n" * 20
 

@@ -435,7 +435,7 @@ class CheckpointStore:
     ) -> _Content:
         """Return what a function makes of a file that matches its manifest."""
         expected = self._entry(name, file_name, manifest)
-        read = partial(self._read_expected, expected=expected)
+        read = partial(self._if_expected, expected=expected, read=self._storage.read_whole)
         data = self._read_file(name, file_name, read)
         found = Sum.of([data]) if isinstance(data, bytearray) else data
         self._compare(name, file_name, found, expected)
@@ -445,18 +445,25 @@ class CheckpointStore:
         except ValueError as error:
             raise _DamagedError(self._path(name), f"{file_name}: {error}") from error
 
-    def _read_expected(self, path: str, *, expected: Sum) -> bytearray | Sum:
-        """Return a whole file, or its size if it is larger than expected: it may be huge."""
+    def _if_expected(
+        self, path: str, expected: Sum, read: Callable[[str], _Content]
+    ) -> _Content | Sum:
+        """Return what a function reads, or the size of a file that is larger than expected.
+
+        Such a file is damaged, and may be huge.
+        """
         num_bytes = self._storage.num_bytes(path)
-        if num_bytes > expected.num_bytes:
-            return Sum(num_bytes, 0)
-        return self._storage.read_whole(path)
+        return Sum(num_bytes, 0) if num_bytes > expected.num_bytes else read(path)
 
     def _verified(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
         """Read a file in pieces, compare it with the manifest, and return its place."""
         expected = self._entry(name, file_name, manifest)
-        found = self._read_file(name, file_name, lambda p: Sum.of(self._storage.read_pieces(p)))
-        self._compare(name, file_name, found, expected)
+
+        def summed(path: str) -> Sum:
+            return Sum.of(self._storage.read_pieces(path))
+
+        read = partial(self._if_expected, expected=expected, read=summed)
+        self._compare(name, file_name, self._read_file(name, file_name, read), expected)
         return SavedState(self._storage, _file_path(name, file_name), expected)
 
     def _entry(self, name: str, file_name: str, manifest: dict[str, Any]) -> Sum:

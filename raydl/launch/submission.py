@@ -275,10 +275,12 @@ def _check_variables(variables: Any, path: str) -> None:
     """Raise a ConfigError unless these are environment variables that everybody may see."""
     setting = "submit.runtime_env"
     if not isinstance(variables, dict):
-        raise ConfigError(setting, f'{path} must have env_vars by name, as in env_vars: {{A: "1"}}')
+        raise ConfigError(
+            setting, f': {path} must have env_vars by name, as in env_vars: {{A: "1"}}'
+        )
     for name, value in variables.items():
         if not isinstance(value, str):
-            raise ConfigError(setting, f'{path} must have a text for {name}, as in {name}: "1"')
+            raise ConfigError(setting, f': {path} must have a text for {name}, as in {name}: "1"')
     if _STOP_WAIT in variables:
         raise ConfigError(setting, f": {path} has {_STOP_WAIT}; pass it as --stop-grace-s")
 

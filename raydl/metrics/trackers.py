@@ -24,10 +24,10 @@ import numpy as np
 
 from raydl.config.run import METRIC_LINES, TRACKER_STATES
 from raydl.errors import ConfigError, UnknownNameError, how_to_install
-from raydl.storage.local_files import LocalFiles
 from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
 from raydl.storage import parse_json
+from raydl.storage.local_files import LocalFiles
 
 _STEP = "samples"
 """Name of the step of a point, among its values."""

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from raydl.errors import ConfigError, SupersededError
-from raydl.storage.local_files import LocalFiles
 from raydl.redaction import redact
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.storage import Storage, in_words, parse_json
+from raydl.storage.local_files import LocalFiles
 
 BEAT_S = 2.0
 """Seconds between two writes of a lock object."""

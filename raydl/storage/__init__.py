@@ -36,8 +36,8 @@ from typing import Any, NamedTuple, TypeVar
 from pyarrow import fs
 
 from raydl.errors import ConfigError, StorageSilentError
-from raydl.storage.local_files import LocalFiles
 from raydl.redaction import redact
+from raydl.storage.local_files import LocalFiles
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _S3_ATTEMPTS = 5

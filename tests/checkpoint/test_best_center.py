@@ -121,7 +121,7 @@ def test_a_best_center_that_the_storage_fails_to_read_is_not_replaced(
     def fail(path):
         raise error
 
-    monkeypatch.setattr(storage, "read_whole", fail)
+    monkeypatch.setattr(storage, "read_pieces", fail)
     with pytest.raises(CheckpointError, match=r"best.safetensors: cannot be read: ") as raised:
         BestCenter(storage, flat).load_earlier()
     assert type(raised.value) is kind

@@ -176,7 +176,7 @@ def test_checkpoints_on_an_object_store_need_no_renaming(tmp_path):
 
 def test_a_storage_that_can_not_be_written_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run.storage_path .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"run.storage_path: .* cannot be written"):
         Storage(str(tmp_path / "file" / "below")).probe("run.storage_path")
     with pytest.raises(ConfigError, match=r"nosuch://x cannot be opened"):
         Storage("nosuch://x")
@@ -400,9 +400,9 @@ class Unreadable(Storage):
             self.times -= 1
             raise self.error
 
-    def read_bytes(self, name):
+    def read_bytes(self, name, **options):
         self._fail(name)
-        return super().read_bytes(name)
+        return super().read_bytes(name, **options)
 
     def read_pieces(self, name):
         self._fail(name)

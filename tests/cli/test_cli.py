@@ -107,7 +107,10 @@ def test_the_settings_that_workers_receive_are_of_the_classes_that_they_import()
         (["--epochs", "five"], "training.epochs must be a whole number, got five"),
         (["--optimizer.nesterov", "3"], "optimizer.nesterov must be True or False, got 3"),
         (["--epoch", "5"], "raydl train has no option --epoch; did you mean --epochs?"),
-        (["--learning-rate", "5"], "has no option --learning-rate; did you mean --lr?"),
+        (
+            ["--learning-rate", "5"],
+            "raydl train has no option --learning-rate; did you mean --lr?",
+        ),
         (["--optimizer.lr=5"], "raydl train has no option --optimizer.lr; did you mean --lr?"),
         (["--xyzzy"], "raydl train has no option --xyzzy; --help lists them"),
         (["--deterministic", "yes"], "raydl train takes no argument 'yes'; an option begins"),

@@ -233,7 +233,7 @@ def test_an_environment_that_a_job_cannot_have_is_refused(tmp_path, capsys, text
     path = tmp_path / "job.yaml"
     path.write_text(text)
     error = error_of(capsys, "--runtime-env", str(path), "--", "--data", "digits")
-    assert error.startswith(f"submit.runtime_env {path} ")
+    assert error.startswith(f"submit.runtime_env: {path} ")
     assert sentence in error
     assert "secret" not in error
 

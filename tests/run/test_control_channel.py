@@ -13,7 +13,6 @@ from snapshots import with_progress
 
 from raydl.core.progress import Progress
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.storage.local_files import LocalFiles
 from raydl.run import control_channel
 from raydl.run.control_channel import (
     ControlChannel,
@@ -23,6 +22,7 @@ from raydl.run.control_channel import (
     request_removal,
 )
 from raydl.storage import Storage
+from raydl.storage.local_files import LocalFiles
 
 WORKERS = (
     WorkerStatus("w0", "training", "a", 90, 9, 0.01, 1.5, 30.0),

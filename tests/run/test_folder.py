@@ -112,7 +112,9 @@ def test_the_longer_file_of_a_tracker_is_the_newer_one_by_its_size_alone(tmp_pat
     read = []
     read_bytes = there.storage.read_bytes
     monkeypatch.setattr(
-        there.storage, "read_bytes", lambda name: (read.append(name), read_bytes(name))[1]
+        there.storage,
+        "read_bytes",
+        lambda name, **limit: (read.append(name), read_bytes(name, **limit))[1],
     )
     there.load_earlier(TrainConfig())
     assert read == ["config.json"]

@@ -381,13 +381,13 @@ def test_each_of_many_scores_that_are_given_up_in_a_row_is_logged_with_its_numbe
 def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
     tmp_path, monkeypatch, short_timeouts
 ):
-    thawed, write = threading.Event(), Storage._write
+    thawed, write = threading.Event(), Storage._write_new
     thawed.set()
 
-    def freeze(storage, path, pieces):
-        if "/kept/" in path:
+    def freeze(storage, name, pieces):
+        if "/kept/" in storage.root:
             thawed.wait(60)
-        return write(storage, path, pieces)
+        return write(storage, name, pieces)
 
     monkeypatch.setattr(Storage, "_write_new", freeze)
     monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
