@@ -109,12 +109,19 @@ class LocalFiles:
             os.rmdir(last, dir_fd=folder)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of a file, a folder or a link itself; None if it is absent."""
+        """Return the status of a file, a folder or a link itself; None if it is absent.
+
+        What lies behind a link is absent.
+        """
         try:
             with self._folder_of(name) as (folder, last):
                 return os.stat(last, dir_fd=folder, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
 
     def names(self, name: str) -> list[str]:
         """Return the names directly below a folder, sorted; an absent folder has none."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -650,3 +651,62 @@ def test_the_store_of_an_untrained_run_has_no_trained_center(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     store.write(make(4))
     assert not store.has_trained(4)
+
+
+def rewritten(root, change):
+    """Change the manifest of the newest checkpoint, as anybody can who can write the folder."""
+    path = sorted(Path(root).glob("checkpoints/*/manifest.json"))[-1]
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"]
+    change(manifest)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m["files"].update({"../../key": {"bytes": 1, "crc32": 1}}), "'../../key'"),
+        (lambda m: m["files"].update({"notes": {"bytes": 1, "crc32": 1}}), "'notes', which is not"),
+        (lambda m: m["workers"].append("../w9"), "'../w9' is not the id of a worker"),
+        (lambda m: m.update(round=-1), "round must be from 0 to"),
+        (lambda m: m.update(num_samples=10**30), "num_samples must be from 0 to"),
+        (lambda m: m.update(seconds=float("inf")), "seconds must be a finite number"),
+        (lambda m: m["files"]["state.safetensors"].update(bytes=-1), "bytes must be from 0 to"),
+    ],
+)
+def test_a_manifest_with_names_or_numbers_that_are_not_raydls_is_damaged(tmp_path, change, problem):
+    key = tmp_path / "key"
+    key.write_text("private")
+    key.chmod(0o600)
+    root = tmp_path / "run"
+    for round in (1, 2):
+        CheckpointStore(Storage(str(root))).write(make(round))
+    rewritten(root, change)
+    store = CheckpointStore(Storage(str(root)), driver_epoch=2)
+    checkpoint, damage = store.read()
+    assert checkpoint.progress.round == 1
+    assert problem in damage[0]
+    store.take_over(checkpoint)
+    assert (key.read_text(), key.stat().st_mode & 0o777) == ("private", 0o600)
+
+
+def test_a_checkpoint_in_a_linked_folder_is_not_read(tmp_path):
+    root = tmp_path / "run"
+    CheckpointStore(Storage(str(root))).write(make(1))
+    (folder,) = (root / "checkpoints").iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError):
+        CheckpointStore(Storage(str(root))).read()
+
+
+@pytest.mark.parametrize("name", ["center.safetensors", "worker-w1.safetensors"])
+def test_a_file_that_is_larger_than_its_manifest_says_is_not_read(tmp_path, name):
+    for round in (1, 2):
+        CheckpointStore(Storage(str(tmp_path))).write(make(round))
+    with (tmp_path / "checkpoints/round-00000002" / name).open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: it takes no space
+    checkpoint, damage = CheckpointStore(Storage(str(tmp_path))).read()
+    assert checkpoint.progress.round == 1
+    assert "has 1099511627776 bytes, but" in damage[0]
