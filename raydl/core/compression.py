@@ -5,13 +5,16 @@
     e       residual    the part that earlier messages left out, shape [n]
     m       decoded     the vector that the receiver decodes, shape [n]
     s       share       what the message counts at the receiver, relative to the mean message
+    r       scale       the s of the message before, at least 1
     C(.)                encode, then decode
 
-    error feedback:     m = C(v + e) ; e <- e + s * (v - m)
+    error feedback:     m = C(v + e/r) ; e <- e + s * (v - m) ; r <- max(1, s)
 
 s is 1 if all messages of a sum count the same: then e <- (v + e) - m. It is 0 for a message that
-the receiver ignores, such as a gradient without samples. The residual is in units of the values. It
-does not depend on the codec, so a codec may change, also to none.
+the receiver ignores, such as a gradient without samples. s is known only once all messages have
+arrived. Without r a sender whose messages count more than twice the mean would send e several times
+over, and e would grow. The residual is in units of the values. It does not depend on the codec, so a
+codec may change, also to none.
 
 The size of a message depends on n alone; its byte order is the machine's. Equal values give equal
 bytes. Non-finite values stay non-finite, so that a diverged run is noticed.
@@ -210,7 +213,7 @@ class ErrorFeedback:
         self.residual = self.decoded = self._next = torch.zeros(0)
         self.message: tuple[int, int] | None = None
         self._message = torch.zeros(0, dtype=torch.uint8)
-        self._share = 1.0
+        self._share = self._scale = 1.0
         self._is_open = False
 
     @property
@@ -240,7 +243,7 @@ class ErrorFeedback:
             self.residual = residual.to(values)
             self.decoded, self._next = torch.empty_like(values), torch.empty_like(values)
             self._message = _message(self.codec, values, None)
-        torch.add(values, self.residual, out=self._next)
+        torch.add(values, self.residual, alpha=1 / self._scale, out=self._next)
         self.codec.encode(self._next, out=self._message)
         self.codec.decode(self._message, out=self.decoded)
         self._next.sub_(self.decoded)
@@ -254,9 +257,11 @@ class ErrorFeedback:
             share: s, if it is known only now; None: that of ``encode``.
         """
         assert self._is_open, "commit at most once after each encode"
-        sent = self._sent(self._share if share is None else share)
+        share = self._share if share is None else share
+        sent = self._sent(share)
         if sent is not self.residual:
             self.residual, self._next = sent, self.residual
+            self._scale = max(1.0, share)
         self.discard()
 
     def discard(self) -> None:
@@ -274,7 +279,10 @@ class ErrorFeedback:
         """Return e + s * (v - m): the residual after the last message."""
         if not self._is_open or share == 0:
             return self.residual
-        return self._next if share == 1 else torch.lerp(self.residual, self._next, share)
+        if share == self._scale == 1:
+            return self._next
+        # self._next is v + e/r - m.
+        return self.residual * (1 - share / self._scale) + self._next * share
 
     def open_norm(self) -> float:
         """Return by how much, as an L2 norm, the last message changes the residual."""
@@ -282,7 +290,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the committed residual, on the CPU."""
-        return _state(self.residual)
+        return _state(self.residual, self._scale)
 
     def sent_state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the state as if the exchange of the last message had succeeded.
@@ -290,11 +298,12 @@ class ErrorFeedback:
         What the message counted in the sum is known only to those that received the sum: s is that
         of ``encode``.
         """
-        return _state(self._sent(self._share))
+        return _state(self._sent(self._share), self._scale)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that ``state_dict`` returned, and discard the last message."""
         self.residual, self._next = state["residual"].clone(), torch.zeros(0)
+        self._scale = state.get("scale", 1.0)  # not in the states of earlier versions
         self.discard()
 
 
@@ -313,9 +322,9 @@ class LostResidual:
         return f"what compressed messages of {worker_id} had left out{size} is lost: {self.why}"
 
 
-def _state(residual: Tensor) -> dict[str, Any]:
+def _state(residual: Tensor, scale: float) -> dict[str, Any]:
     # Earlier versions encoded gradients as sums over the samples, and had no entry "of".
-    return {"residual": residual.to("cpu", copy=True), "of": "mean"}
+    return {"residual": residual.to("cpu", copy=True), "of": "mean", "scale": scale}
 
 
 def redistribute_residuals(

@@ -232,6 +232,19 @@ def test_what_messages_count_and_the_residual_sum_to_all_values_for_any_shares(c
     torch.testing.assert_close(received + feedback.residual, sent, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("codec", [TopK(0.1), Int8Blocks(), BFloat16(), Plain()], ids=lambda c: c.name)
+@pytest.mark.parametrize("share", [0.1, 1.0, 1.9, 2.5, 4.0])
+def test_what_is_left_out_does_not_grow_if_a_worker_always_counts_more_than_others(codec, share):
+    """A sender of a gradient with most of the samples, round after round."""
+    feedback, generator = ErrorFeedback(codec), torch.Generator().manual_seed(0)
+    norms = []
+    for _ in range(120):
+        feedback.encode(torch.randn(100, generator=generator))
+        feedback.commit(share)
+        norms.append(feedback.norm())
+    assert max(norms[60:]) < 3 * max(1.0, *norms[:60])
+
+
 def test_an_ignored_message_leaves_the_residual_also_in_the_state_after_it():
     feedback = ErrorFeedback(TopK(0.5))
     feedback.encode(torch.tensor([4.0, 2.0]))
