@@ -13,8 +13,8 @@
 s is 1 if all messages of a sum count the same: then e <- (v + e) - m. It is 0 for a message that
 the receiver ignores, such as a gradient without samples. s is known only once all messages have
 arrived. Without r a sender whose messages count more than twice the mean would send e several times
-over, and e would grow. The residual is in units of the values. It does not depend on the codec, so a
-codec may change, also to none.
+over, and e would grow. The residual is in units of the values. It does not depend on the codec, so
+a codec may change, also to none.
 
 The size of a message depends on n alone; its byte order is the machine's. Equal values give equal
 bytes. Non-finite values stay non-finite, so that a diverged run is noticed.

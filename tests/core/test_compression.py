@@ -232,7 +232,9 @@ def test_what_messages_count_and_the_residual_sum_to_all_values_for_any_shares(c
     torch.testing.assert_close(received + feedback.residual, sent, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("codec", [TopK(0.1), Int8Blocks(), BFloat16(), Plain()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [TopK(0.1), Int8Blocks(), BFloat16(), Plain()], ids=lambda c: c.name
+)
 @pytest.mark.parametrize("share", [0.1, 1.0, 1.9, 2.5, 4.0])
 def test_what_is_left_out_does_not_grow_if_a_worker_always_counts_more_than_others(codec, share):
     """A sender of a gradient with most of the samples, round after round."""
