@@ -327,10 +327,15 @@ class CheckpointStore:
         self._delete(name for name in self._deletable() if name not in whole)
 
     def _deletable(self) -> list[str]:
-        """Return the folders of checkpoints, whole or not, that no later driver wrote."""
+        """Return the folders of checkpoints, whole or not, that no later driver wrote.
+
+        On a disk a checkpoint has its name only while it is whole. One without a manifest has lost
+        it, and stays: its center may be all that is left.
+        """
         names = self._storage.list_dir(_FOLDER)  # folders with other names stay
         ours = [n for n in names if _NAME.fullmatch(n) or n.startswith(_PARTIAL)]
-        return [n for n in ours if _epoch_of(n) <= self._epoch]
+        lost = [] if self._storage.is_object_store else self.without_manifest()
+        return [n for n in ours if _epoch_of(n) <= self._epoch and n not in lost]
 
     def _prune(self, written: str) -> None:
         """Delete all checkpoints but the ``keep`` newest, one of which is always ``written``.
@@ -361,10 +366,19 @@ class CheckpointStore:
         for name in names:
             assert _epoch_of(name) <= self._epoch, f"{name} is of a later driver"
             try:
-                self._storage.delete_dir(f"{_FOLDER}/{name}")
+                self._delete_folder(name)
             except OSError as error:
                 problems.append(f"{name} could not be deleted: {error}")
         return problems
+
+    def _delete_folder(self, name: str) -> None:
+        """Delete a folder; on a disk a checkpoint first gets the name of one that is not whole."""
+        if not self._storage.is_object_store and not name.startswith(_PARTIAL):
+            partial_name = f"{_PARTIAL}{name}"
+            self._storage.delete_dir(f"{_FOLDER}/{partial_name}")
+            self._storage.move_dir(f"{_FOLDER}/{name}", f"{_FOLDER}/{partial_name}")
+            name = partial_name
+        self._storage.delete_dir(f"{_FOLDER}/{name}")
 
     def read(self) -> tuple[Checkpoint, list[str]]:
         """Return the newest whole checkpoint, and a sentence for each newer, damaged one.
@@ -387,10 +401,19 @@ class CheckpointStore:
             else:
                 self._damaged.discard(name)  # its files may have been restored
                 self._read_name = name
-                return checkpoint, damage
+                return checkpoint, [*self._lost_after(name), *damage]
         raise CheckpointError(
             below(self.root, _FOLDER), "; ".join(damage) or "there is none to resume from"
         )
+
+    def _lost_after(self, name: str) -> list[str]:
+        """Return a sentence for each checkpoint newer than one that has lost its manifest."""
+        return [
+            f"checkpoint {self._path(lost)} has lost its manifest.json and cannot be resumed from; "
+            f"it stays: {_CENTER} in it may be whole"
+            for lost in self.without_manifest()
+            if _age(lost) > _age(name)
+        ]
 
     def _read(self, name: str) -> Checkpoint:
         manifest = self._manifest(name)

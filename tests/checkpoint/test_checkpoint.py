@@ -487,10 +487,11 @@ def test_old_checkpoints_that_can_not_be_deleted_cause_a_warning_and_the_write_c
     with pytest.warns(RuntimeWarning, match="permission denied; the next write tries again"):
         store.write(make(3))
     assert store.read()[0].progress.round == 3
-    assert store.names() == ["round-00000001", "round-00000003"]  # 2 was deleted
+    assert store.names() == ["round-00000003"]
+    assert storage.list_dir("checkpoints") == [".partial-round-00000001", "round-00000003"]
     storage.refused = "none"
     store.write(make(4))
-    assert store.names() == ["round-00000004"]
+    assert storage.list_dir("checkpoints") == ["round-00000004"]
 
 
 def test_a_folder_that_can_not_be_listed_after_the_write_causes_a_warning(tmp_path):
@@ -710,3 +711,24 @@ def test_a_file_that_is_larger_than_its_manifest_says_is_not_read(tmp_path, name
     checkpoint, damage = CheckpointStore(Storage(str(tmp_path))).read()
     assert checkpoint.progress.round == 1
     assert "has 1099511627776 bytes, but" in damage[0]
+
+
+def test_a_checkpoint_that_has_lost_its_manifest_is_said_and_never_deleted(tmp_path):
+    storage = Storage(str(tmp_path))
+    for round in (1, 2):
+        CheckpointStore(storage).write(make(round))
+    lost = tmp_path / "checkpoints" / "round-00000002"
+    (lost / "manifest.json").unlink()
+    center = (lost / "center.safetensors").read_bytes()
+    store = CheckpointStore(storage, keep=1, driver_epoch=2)
+    checkpoint, said = store.read()
+    assert checkpoint.progress.round == 1
+    assert said == [
+        f"checkpoint {lost} has lost its manifest.json and cannot be resumed from; it stays: "
+        f"center.safetensors in it may be whole"
+    ]
+    store.take_over(checkpoint)
+    for round in (3, 4):
+        store.write(make(round))
+    assert (lost / "center.safetensors").read_bytes() == center
+    assert store.names() == ["round-00000004-e2"]

@@ -408,7 +408,9 @@ def test_an_absent_bucket_is_an_error(tmp_path, capsys, access):
     sentence = error_of(capsys, accesses(tmp_path, "nobucket")[access])
     assert "nobucket" in sentence
     if access == "storage":
-        assert sentence.startswith("error: run.storage_path s3://nobucket/runs/r cannot be written")
+        assert sentence.startswith(
+            "error: run.storage_path: s3://nobucket/runs/r cannot be written"
+        )
     assert {
         "storage": "the bucket does not exist; create it",
         "data": "there is no such file or folder",
