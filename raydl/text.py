@@ -34,6 +34,11 @@ def clock_text(seconds: float, *, is_short: bool = False) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
+def loss_text(loss: float) -> str:
+    """Return a loss with four decimals, or, from 10,000 on, with three digits: ``4.17e+20``."""
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a duration with three significant digits, in us, ms or s: ``3.35 ms``."""
     rounded = float(f"{seconds:.3g}")  # before choosing the unit: 999.9 us are 1 ms

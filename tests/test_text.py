@@ -2,7 +2,14 @@
 
 import pytest
 
-from raydl.text import clock_text, config_as_markdown, escape_controls, markdown_table, seconds_text
+from raydl.text import (
+    clock_text,
+    config_as_markdown,
+    escape_controls,
+    loss_text,
+    markdown_table,
+    seconds_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,12 @@ def test_a_measured_time_has_three_figures_and_the_unit_that_suits_them():
     seconds = [0.0, 20e-6, 999.9e-6, 0.00335, 0.9996, 1.5, 999.4, 999.6, 12_345.6]
     assert [seconds_text(s) for s in seconds] == [
         "0 us", "20 us", "1 ms", "3.35 ms", "1 s", "1.5 s", "999 s", "1,000 s", "12,346 s"
+    ]  # fmt: skip
+
+
+def test_a_loss_that_has_diverged_stays_readable():
+    assert [loss_text(loss) for loss in (0.05123, -3.0, 9999.9, 4.167e20, float("inf"))] == [
+        "0.0512", "-3.0000", "9999.9000", "4.17e+20", "inf"
     ]  # fmt: skip
 
 

@@ -121,7 +121,9 @@ def styles_of_methods(strategies: Mapping[str, str]) -> dict[str, LineStyle]:
 
 
 def short(value: float) -> str:
-    """Return a number for an axis: ``0.05``, ``250``, ``12k``, ``1.5M``."""
+    """Return a number for an axis: ``0.05``, ``250``, ``12k``, ``1.5M``, ``2e+13``."""
+    if abs(value) >= 1e12:
+        return f"{value:.4g}"
     for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{sign}"

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydl.core.progress import Progress
-from raydl.text import clock_text
+from raydl.text import clock_text, loss_text
 
 LOGGER = "raydl"
 """Name of the logger of Python's ``logging`` that receives every event."""
@@ -125,7 +125,7 @@ class PlainLines(_Lines):
         others = ", ".join(states)
         self._print_timed(
             f"{_position(view)}  {view.progress.num_samples:,} samples  {_rate(view)}  "
-            f"loss {_number(view.train_loss, '.3f')}  center {center}  "
+            f"loss {_loss(view)}  center {center}  "
             f"workers {view.workers.get('training', 0)}{others and f' ({others})'}  "
             f"comm {_number(view.communication_share, '.0%')}  left {_left(view)}"
         )
@@ -215,7 +215,7 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     )  # fmt: skip
     facts.add_row(
         "speed", _rate(view),
-        "loss", _number(view.train_loss, ".4f"),
+        "loss", _loss(view),
         "gen.", str(view.progress.generation),
     )  # fmt: skip
     facts.add_row(
@@ -271,8 +271,12 @@ def _rate(view: ProgressView) -> str:
 def _center(view: ProgressView) -> str:
     """Return the center's accuracy, or its loss if the task measures no accuracy."""
     if view.center_accuracy is None and view.center_loss is not None:
-        return f"loss {view.center_loss:.4f}"
+        return f"loss {loss_text(view.center_loss)}"
     return _number(view.center_accuracy, ".2%")
+
+
+def _loss(view: ProgressView) -> str:
+    return _DASH if view.train_loss is None else loss_text(view.train_loss)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -133,8 +133,8 @@ def test_long_runs_have_minutes_or_hours_on_their_axis():
 
 
 def test_numbers_on_axes_are_short():
-    assert [short(v) for v in (0, 0.05, 250, 12000, 1.5e6, 2e9)] == [
-        "0", "0.05", "250", "12k", "1.5M", "2G"
+    assert [short(v) for v in (0, 0.05, 250, 12000, 1.5e6, 2e9, 2e22)] == [
+        "0", "0.05", "250", "12k", "1.5M", "2G", "2e+22"
     ]  # fmt: skip
 
 

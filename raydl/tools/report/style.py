@@ -33,7 +33,10 @@ p { margin: 6px 0; }
 .sub, .note { color: var(--soft); }
 .note { font-size: 13px; }
 .sub { overflow-wrap: anywhere; }
-.warn { border-left: 4px solid var(--c1); padding: 4px 12px; background: var(--panel); }
+.warn {
+  margin-top: 20px; padding: 4px 12px; border-left: 4px solid var(--c1);
+  background: var(--panel);
+}
 code { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 dl.tiles {
   display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 10px;
