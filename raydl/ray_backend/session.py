@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
 from raydl.ray_backend import fork_server
+from raydl.ray_backend.private_folder import make_private_folder
 from raydl.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
@@ -192,6 +193,7 @@ def _start_here(*, has_forks: bool) -> None:
                 address="local",
                 include_dashboard=False,
                 logging_level=_level(),
+                _temp_dir=str(make_private_folder(os.environ)),
                 # Ray starts a process per core in advance. It cannot become a fork; an actor
                 # without forks runs in it, and finds torch imported.
                 _system_config={"prestart_worker_first_driver": False}
