@@ -14,16 +14,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
-from raydl.ray_backend import fork_server
+from raydl.ray_backend import fork_server, ray_version
 from raydl.ray_backend.private_folder import make_private_folder
 from raydl.redaction import redact
 
@@ -54,6 +54,13 @@ def prepare() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     # The default of newer versions of Ray: actors that reserve no GPU see the GPUs of their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def notes() -> list[str]:
+    """Return sentences about how Ray starts here, for the log of a run."""
+    prepare()  # before the import
+    note = ray_version.note()
+    return [note] if note else []
 
 
 def prepare_client(address: str | None) -> str | None:
@@ -161,6 +168,7 @@ def connect(*, has_forks: bool = True) -> bool:
 
 def _connect(*, has_forks: bool) -> bool:
     is_local = not _address()
+    _check_command()
     if is_local:
         _start_here(has_forks=has_forks)
     else:
@@ -175,6 +183,24 @@ def _address() -> str:
     return "" if address == "local" else address
 
 
+def _check_command() -> None:
+    """Refuse credentials in the command of this process if Ray would record them.
+
+    Raises:
+        ConfigError: if it has some, and this version of Ray does not let raydl remove them.
+    """
+    import ray
+
+    command = " ".join(sys.orig_argv)
+    if not ray_version.is_seen() and redact(command) != command:
+        raise ConfigError(
+            "ray",
+            f"must be {' or '.join(ray_version.SEEN)} with credentials in a URI of the command, "
+            f"got {ray.__version__}: this version would show them in its list of jobs; put them "
+            f"into the environment",
+        )
+
+
 def _check_certificates() -> None:
     """Check the TLS certificates: with bad ones, Ray would fail after a long wait."""
     files = tls_files(os.environ)
@@ -186,19 +212,15 @@ def _start_here(*, has_forks: bool) -> None:
     import ray
 
     _check_certificates()
-    _draw_ids_from_the_system()
-    with _redacted_command(), _on_the_loopback(), _without_dashboard(), _own_setup_worker():
+    changes = (_redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker)
+    with _changed(*changes):
         try:
             ray.init(
                 address="local",
                 include_dashboard=False,
                 logging_level=_level(),
                 _temp_dir=str(make_private_folder(os.environ)),
-                # Ray starts a process per core in advance. It cannot become a fork; an actor
-                # without forks runs in it, and finds torch imported.
-                _system_config={"prestart_worker_first_driver": False}
-                if has_forks and sys.platform == "linux"
-                else {"preload_python_modules": ["raydl.core.torch_import"]},
+                _system_config=_system_config(has_forks) if ray_version.is_seen() else None,
             )
         except Exception as error:
             if "timed out during startup" not in str(error):
@@ -210,6 +232,17 @@ def _start_here(*, has_forks: bool) -> None:
                 "RAY_ADDRESS=auto",
             ) from error
     atexit.register(ray.shutdown)
+
+
+def _system_config(has_forks: bool) -> dict[str, Any]:
+    """Return the settings of a cluster of the run's own that Ray does not document.
+
+    Ray starts a process per core in advance. It cannot become a fork; an actor without forks runs
+    in it, and finds torch imported.
+    """
+    if has_forks and sys.platform == "linux":
+        return {"prestart_worker_first_driver": False}
+    return {"preload_python_modules": ["raydl.core.torch_import"]}
 
 
 def _level() -> int:
@@ -234,14 +267,19 @@ def _draw_ids_from_the_system() -> None:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a private name of Ray inside this context, where Ray has no setting.
-
-    Another version of Ray may not have the name: then nothing is replaced, and a test fails.
-    """
-    if not hasattr(owner, name):
+def _changed(*changes: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Make changes to Ray inside this context, if this version of Ray permits any."""
+    with ExitStack() as stack:
+        if ray_version.is_seen():
+            _draw_ids_from_the_system()
+            for change in changes:
+                stack.enter_context(change())
         yield
-        return
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a private name of Ray inside this context, where Ray has no setting."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -258,7 +296,7 @@ def _redacted_command() -> Iterator[None]:
     """
     from ray._private import utils
 
-    original = getattr(utils, "get_entrypoint_name", str)
+    original = utils.get_entrypoint_name
     with _replaced(utils, "get_entrypoint_name", lambda: redact(original())):
         yield
 
@@ -335,8 +373,6 @@ def _end(beginning: Future[bool]) -> None:
 def _join(address: str) -> None:
     """Connect to a cluster, after a check that it answers."""
     import ray
-    from ray._private.authentication import authentication_token_setup
-    from ray._private.services import canonicalize_bootstrap_address
     from ray.exceptions import AuthenticationError
 
     if address.startswith("ray://"):
@@ -345,19 +381,27 @@ def _join(address: str) -> None:
         )
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
     _check_certificates()
-    _draw_ids_from_the_system()
-    if address == "auto":  # as ray.init does for a cluster that it finds
-        authentication_token_setup.maybe_enable_token_auth_if_token_available(
-            warn_if_disabled=False
-        )
     try:
-        if tls_files(os.environ) is None:
-            _check_answer(address, canonicalize_bootstrap_address(address))
-        with _redacted_command():
+        if ray_version.is_seen():
+            _check_cluster(address)
+        with _changed(_redacted_command):
             ray.init(logging_level=_level())
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         ray.shutdown()
         raise ClusterError(address, _refusal(error)) from error
+
+
+def _check_cluster(address: str) -> None:
+    """Find the cluster of an address as Ray does, and check that it answers, except with TLS."""
+    from ray._private.authentication import authentication_token_setup
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if address == "auto":  # as ray.init does for a cluster that it finds
+        authentication_token_setup.maybe_enable_token_auth_if_token_available(
+            warn_if_disabled=False
+        )
+    if tls_files(os.environ) is None:
+        _check_answer(address, canonicalize_bootstrap_address(address))
 
 
 def _check_answer(address: str, host_and_port: str) -> None:
@@ -447,8 +491,10 @@ def _refusal(error: Exception) -> str:
 def draining_nodes() -> dict[str, int]:
     """Return the draining nodes by hex id: their deadlines in ms of Unix time; 0: unknown.
 
-    Ray has no public call for it.
+    Ray has no public call for it: empty with another version of Ray.
     """
+    if not ray_version.is_seen():
+        return {}
     from ray._private.state import state
 
     nodes: dict[str, int] = state.get_draining_nodes()
@@ -463,9 +509,8 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
     there is no autoscaler, or its configuration cannot be read.
     """
     import yaml
-    from ray._private.state import state
 
-    config = state.get_cluster_config()
+    config = _cluster_config()
     if config is not None:
         groups = config.node_group_configs
         return [(g.name, dict(g.resources), g.max_count) for g in groups if g.max_count]
@@ -479,6 +524,15 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return []
+
+
+def _cluster_config() -> Any:
+    """Return the configuration that an autoscaler has given to Ray, or None."""
+    if not ray_version.is_seen():
+        return None
+    from ray._private.state import state
+
+    return state.get_cluster_config()
 
 
 def folder_sizes(files: Mapping[Path, int]) -> tuple[dict[str, int], int]:
@@ -496,11 +550,14 @@ def folder_sizes(files: Mapping[Path, int]) -> tuple[dict[str, int], int]:
     return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
 
 
-def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int]:
+def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int] | None:
     """Return the files of a folder that Ray would upload, by their paths in it, with their bytes.
 
-    Ray's own walk finds them, with .gitignore and .rayignore.
+    Ray's own walk finds them, with .gitignore and .rayignore. None: another version of Ray may walk
+    in another way.
     """
+    if not ray_version.is_seen():
+        return None
     from ray._private.runtime_env import packaging
 
     sizes: dict[Path, int] = {}
@@ -520,9 +577,12 @@ def drain_node(node_id: str, *, deadline_s: float) -> None:
     """Drain a node, as `ray drain-node` does. It kills nothing.
 
     Raises:
-        RuntimeError: if Ray refuses.
+        RuntimeError: if Ray refuses, or is of another version.
     """
     import ray
+
+    if not ray_version.is_seen():
+        raise RuntimeError(f"node {node_id} cannot be drained with Ray {ray.__version__}")
     from ray.core.generated import autoscaler_pb2
 
     client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
