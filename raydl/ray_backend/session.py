@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -37,6 +37,8 @@ _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
 """Whether ``connect`` has been called since ``begin``."""
+_SAID_BY_RAYDL = ("A worker died or was killed while executing", "The node with node id: ")
+"""How Ray's messages begin that tell at length what a sentence in the log of the run tells."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -266,12 +268,48 @@ def _draw_ids_from_the_system() -> None:
     _raylet.random = random.SystemRandom()  # type: ignore[attr-defined]
 
 
+def _keep_what_raydl_says() -> None:
+    """Write Ray's messages about lost processes to a file among Ray's logs, not to the terminal.
+
+    Each has twelve lines, most of which guess at what may have killed the process. Ray has no
+    setting for it. The file is ``raydl-driver-PID.log``, on the machine of the driver.
+    """
+    from ray._private import worker
+
+    show = worker.print_to_stdstream
+    if show.__module__ == __name__:  # of an earlier connection
+        return
+
+    def keep_or_show(data: dict[str, Any], ignore_prefix: bool) -> None:
+        lines = data["lines"]
+        is_said = data.get("pid") == "raylet" and all(x.startswith(_SAID_BY_RAYDL) for x in lines)
+        if not (is_said and _keep(worker._global_node.get_logs_dir_path(), lines)):
+            show(data, ignore_prefix)
+
+    worker.print_to_stdstream = keep_or_show
+
+
+def _keep(folder: str, lines: Sequence[str]) -> bool:
+    """Append messages to a file in a folder; return whether that succeeded."""
+    path = Path(folder) / f"raydl-driver-{os.getpid()}.log"
+    # Other users can write to the log folder of a cluster that was started with ray start.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with open(os.open(path, flags, 0o600), "a") as file:
+            file.writelines(f"[{now}] {line}\n" for line in lines)
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def _changed(*changes: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Make changes to Ray inside this context, if this version of Ray permits any."""
     with ExitStack() as stack:
         if ray_version.is_seen():
             _draw_ids_from_the_system()
+            _keep_what_raydl_says()
             for change in changes:
                 stack.enter_context(change())
         yield

@@ -11,7 +11,7 @@ import ray
 from clusters import BOUND_S
 from programs import Program
 from ray import _raylet
-from ray._private import ray_constants, utils
+from ray._private import ray_constants, utils, worker
 from ray._private.node import Node
 
 from raydl import cli
@@ -45,6 +45,7 @@ def inits(monkeypatch):
     monkeypatch.setattr(session, "_beginning", None)
     monkeypatch.setattr(session.atexit, "register", lambda *_: None)
     monkeypatch.setattr(_raylet, "random", object())
+    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: None)
     for name in ("RAY_ADDRESS", "RAY_USE_TLS"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -58,6 +59,7 @@ def replaceable():
         "dashboard": Node.start_api_server,
         "monitor": Node.start_monitor,
         "agent": utils.get_dashboard_dependency_error,
+        "messages": worker.print_to_stdstream,
         "setup": ray_constants.SETUP_WORKER_FILENAME,
     }
 
