@@ -28,6 +28,6 @@ def note() -> str:
     return (
         f"Ray {ray.__version__} starts in its own way, since raydl's tests have seen only "
         f"{' and '.join(SEEN)}: processes start more slowly, without the fork server; a cluster of "
-        f"the run's own listens on all interfaces; nodes that drain, and processes that hang as "
+        f"the run's own listens on all interfaces; nodes that drain, and workers that hang as "
         f"they start, are not noticed; install ray=={SEEN[-1]} to change this"
     )
