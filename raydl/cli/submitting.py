@@ -118,9 +118,10 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
         submission.check_what_travels(config, here=Path.cwd())
     else:
         uploaded = ray_session.uploaded_files(options.working_dir, list(submission.EXCLUDES))
-        _check_size(options.working_dir, uploaded)
-        here = Path(options.working_dir).absolute()
-        submission.check_what_travels(config, here=here, uploaded=uploaded)
+        if uploaded is not None:
+            _check_size(options.working_dir, uploaded)
+            here = Path(options.working_dir).absolute()
+            submission.check_what_travels(config, here=here, uploaded=uploaded)
     _check(config, options.working_dir or ".")
     # Two submissions of a sweep may begin in the same second.
     message_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"

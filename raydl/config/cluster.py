@@ -39,8 +39,8 @@ class ScalingConfig:
     """Further Ray resources that each worker reserves, by name."""
     fork_server: bool = True
     """Start workers, center and evaluator as forks of one process on each node, which has imported
-    Ray and torch; on Linux, unless the job's runtime environment chooses the Python of the workers.
-    """
+    Ray and torch; on Linux, with a version of Ray that raydl's tests have seen, unless the job's
+    runtime environment chooses the Python of the workers."""
     start_timeout_s: float = 600.0
     """Longest wait for MIN workers, at the start or after losses, and for a started worker to be
     ready, in seconds."""

@@ -13,13 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray._private.state import state
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
 from raydl.errors import ResourceError
+from raydl.ray_backend import ray_version
 from raydl.ray_backend.liveness import Times, times_of
 from raydl.ray_backend.session import draining_nodes, nodes_to_add
 
@@ -170,19 +170,34 @@ def describe_pending(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> 
 def place_of(worker: ActorHandle) -> Place | None:
     """Return the place where Ray started a worker's process, which may still import libraries.
 
-    None: the worker waits for resources, or Ray does not answer.
+    None: the worker waits for resources, or Ray does not answer or is of another version.
     """
     with suppress(*_RAY_ERRORS):
-        actor = state.actor_table(worker._ray_actor_id.hex())
+        actor = _known_of(worker)
         if actor.get("Pid"):
             return actor["Address"]["NodeID"], actor["Pid"]
     return None
 
 
+def _known_of(actor: ActorHandle | str) -> dict[str, Any]:
+    """Return what Ray's control store has about an actor; empty with another version of Ray.
+
+    Args:
+        actor: its handle, or its id.
+    """
+    if not ray_version.is_seen():
+        return {}
+    from ray._private.state import state
+
+    actor_id = actor if isinstance(actor, str) else actor._ray_actor_id.hex()
+    known: dict[str, Any] = state.actor_table(actor_id)
+    return known
+
+
 def has_ended(actor_id: str, pid: int) -> bool:
     """Whether a process of an actor has ended, as far as Ray knows. Ray may have restarted it."""
     with suppress(*_RAY_ERRORS):
-        actor = state.actor_table(actor_id)
+        actor = _known_of(actor_id)
         return actor.get("State") in ("DEAD", "RESTARTING") or actor.get("Pid", pid) != pid
     return False
 

@@ -12,6 +12,11 @@ the server refuses, ends or is silent, the client runs that program itself, as R
 A server forks only for clients with the same environment: libraries read the environment when they
 are imported. It has the id of the job, which Ray's library keeps from then on, so each job has a
 server of its own. A server ends with its raylet, or when it has had no fork for a while.
+
+Client and server talk only to a process of the same user in the same container, that is in the same
+namespaces and below the same root: a container that shares nothing but the network sees the socket,
+too. A fork runs nothing but Ray's worker program, for the raylet that started the server. All of it
+is behind ``runtime_env``, and used only with versions of Ray that raydl's tests have seen.
 """
 
 from __future__ import annotations
@@ -27,9 +32,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from raydl.ray_backend import ray_version
+from raydl.ray_backend.setup_worker import folder_of_ray
 
 # Only small modules at the top: each worker process begins with a client.
 
@@ -65,7 +73,12 @@ _SERIALIZERS = (
     "pydantic.v1",
 )
 """What Ray imports once a process serializes an object; another version may have other names."""
+_OF_ONE_WORKER = ("--worker-id=", "--worker-launch-time-ms=", "--runtime-env-hash=")
+"""Arguments of Ray's worker program that differ between the workers of a raylet."""
 _UCRED = struct.Struct("3i")
+_SO_PEERPIDFD = 77
+"""Of Linux 6.5: a descriptor of the process that connected, whose id may belong to another since.
+Python's ``socket`` does not name it."""
 _LENGTH = struct.Struct("!Q")
 _HERE, _REFUSED, _GO = b"h", b"r", b"g"
 
@@ -98,6 +111,8 @@ def runtime_env() -> dict[str, Any] | None:
     """
     import ray
 
+    if not ray_version.is_seen():
+        return None
     of_this = ray.get_runtime_context().runtime_env
     names = {name.lstrip("_") for name, value in of_this.items() if value}
     command = None if names.intersection(_OWN_PYTHON) else client_command()
@@ -144,9 +159,11 @@ def main(words: Sequence[str], package: str) -> None:
         package: the folder of the driver's raydl. If this node has it, a worker imports it, too.
     """
     is_other = os.path.isdir(package) and package != _package()
-    has_options = words[0].startswith("-")  # of Python, for which a fork is too late
+    # Not Ray's own program, for instance if options of Python come first: a fork is too late for
+    # them.
+    is_unknown = words[0] != _worker_program()
     is_killed = os.environ.get(_SUBREAPER, "").lower() in ("1", "true")
-    if not (is_other or has_options or is_killed):
+    if not (is_other or is_unknown or is_killed):
         try:
             fork = _fork_or_none(words)
         except (OSError, _RefusedError) as error:
@@ -157,6 +174,11 @@ def main(words: Sequence[str], package: str) -> None:
                 _become(fork)
             return
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def _worker_program() -> str:
+    """Return the path of Ray's worker program for this Python."""
+    return os.path.join(folder_of_ray(), "_private", "workers", "default_worker.py")
 
 
 class _RefusedError(Exception):
@@ -180,10 +202,10 @@ def _fork_or_none(words: Sequence[str]) -> _Fork | None:
     while time.monotonic() < deadline:
         if os.getppid() != raylet:
             return None  # the raylet has ended, and needs no worker process
-        listener = _listen(address)
+        listener = _bind(address)
         if listener is not None:
-            if _is_grandchild():
-                return _serve(listener, raylet)
+            if _is_grandchild(listener):
+                return _serve(listener, raylet, words)
             listener.close()
         try:
             _request_fork(address, words, files, deadline)
@@ -198,19 +220,21 @@ def _fork_or_none(words: Sequence[str]) -> _Fork | None:
     raise TimeoutError(f"it did not answer within {_PATIENCE_S:g} s")
 
 
-def _serve(listener: socket.socket, raylet: int) -> _Fork:
+def _serve(listener: socket.socket, raylet: int, words: Sequence[str]) -> _Fork:
     """Be the server; return in each fork, and only there.
 
     Whatever happens, no server goes on as a client, which would run the worker program as well.
     """
     try:
-        return _Server(listener, raylet).serve()
+        return _Server(listener, raylet, words).serve()
     except BaseException:  # above all, the raylet has ended
         os._exit(1)
 
 
-def _is_grandchild() -> bool:
+def _is_grandchild(listener: socket.socket) -> bool:
     """Fork twice, so that no process has to wait for the second one; return whether this is it.
+
+    It listens then: for the clients, the process that has begun to listen is the other side.
 
     Raises:
         OSError: this machine permits no further process.
@@ -222,11 +246,17 @@ def _is_grandchild() -> bool:
             raise OSError("no further process can be started")
         return False
     try:
+        reader, writer = os.pipe()
         has_child = bool(os.fork())
-    except BaseException:  # the process between must not go on as the client
+        if not has_child:
+            listener.listen(1024)
+    except BaseException:  # neither process may go on as the client
         os._exit(1)
+    os.close(writer)
     if has_child:
+        os.read(reader, 1)  # returns once the child listens, or has ended
         os._exit(0)
+    os.close(reader)
     return True
 
 
@@ -238,15 +268,14 @@ def _address(raylet: int) -> bytes:
     return b"\0raydl-fork-server-" + hashlib.sha256(identity.encode()).hexdigest().encode()
 
 
-def _listen(address: bytes) -> socket.socket | None:
-    """Return a socket that listens at an address, or None if another one does."""
+def _bind(address: bytes) -> socket.socket | None:
+    """Return a socket with an address, or None if another one has it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(address)
     except OSError:
         listener.close()
         return None
-    listener.listen(1024)
     return listener
 
 
@@ -266,7 +295,7 @@ def _request_fork(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(max(_RETRY_S, deadline - time.monotonic()))
         connection.connect(address)
-        _check_owner(connection)
+        _check_peer(connection)
         body = json.dumps([list(words), os.getcwd(), files]).encode()
         socket.send_fds(connection, [_LENGTH.pack(len(body))], files)
         connection.sendall(body)
@@ -275,12 +304,55 @@ def _request_fork(
         connection.sendall(_GO)
 
 
-def _check_owner(connection: socket.socket) -> None:
-    """Check that the other side is a process of this user, and not of another container."""
+def _check_peer(connection: socket.socket) -> None:
+    """Check that the other side is a process of this user, and not of another container.
+
+    Raises:
+        PermissionError: if it is not.
+        OSError: if it has ended, or this process may not see its namespaces.
+    """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
     if not pid or uid != os.getuid():
         raise PermissionError("the other side is none of this user's processes here")
+    process = _process_of(connection, pid)
+    try:
+        is_here = _surroundings(str(pid)) == _surroundings("self")
+        is_alive = not _ready([process], 0.0)  # then no other process has had its id since
+    finally:
+        os.close(process)
+    if not (is_here and is_alive):
+        raise PermissionError("the other side is a process of another container, or has ended")
+
+
+def _ready(descriptors: Iterable[int], bound_s: float | None) -> set[int]:
+    """Wait until some of the descriptors can be read; return these.
+
+    Args:
+        descriptors: the descriptor of a process can be read once the process has ended.
+        bound_s: the longest wait, in seconds; None: no bound.
+    """
+    poll = select.poll()  # select() fails from descriptor 1,024 on
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if bound_s is None else 1000 * bound_s)}
+
+
+def _process_of(connection: socket.socket, pid: int) -> int:
+    """Return a descriptor of the process that connected, or listened, on the other side."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:  # an older kernel
+        return os.pidfd_open(pid)
+
+
+def _surroundings(process: str) -> tuple[dict[str, str], tuple[int, int]]:
+    """Return the namespaces of a process by their kind, and its root folder."""
+    folder = f"/proc/{process}"
+    kinds = [kind for kind in os.listdir(f"{folder}/ns") if not kind.endswith("_for_children")]
+    root = os.stat(f"{folder}/root")
+    namespaces = {kind: os.readlink(f"{folder}/ns/{kind}") for kind in kinds}
+    return namespaces, (root.st_dev, root.st_ino)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -303,7 +375,7 @@ class _Fork:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_REQUEST_S)
-        _check_owner(connection)
+        _check_peer(connection)
         self.connection = connection
         self.files: list[int] = []
         head, self.files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
@@ -339,10 +411,12 @@ class _Server:
     Args:
         listener: listens for clients.
         raylet: the process id of the node's raylet.
+        words: the worker program and its arguments, from that raylet.
     """
 
-    def __init__(self, listener: socket.socket, raylet: int) -> None:
+    def __init__(self, listener: socket.socket, raylet: int, words: Sequence[str]) -> None:
         self._listener = listener
+        self._command = _of_all_workers(words)
         self._title = f"raydl fork server of raylet {raylet}"
         self._raylet_id = raylet
         self._raylet = os.pidfd_open(raylet)
@@ -378,11 +452,7 @@ class _Server:
             bound_s: the longest wait, in seconds; None while there is a fork, since its end or that
                 of the raylet ends the wait.
         """
-        poll = select.poll()  # select() fails from descriptor 1,024 on
-        for descriptor in (self._listener.fileno(), self._raylet, *self._forks):
-            poll.register(descriptor, select.POLLIN)
-        events = poll.poll(None if bound_s is None else 1000 * bound_s)
-        return {descriptor for descriptor, _ in events}
+        return _ready((self._listener.fileno(), self._raylet, *self._forks), bound_s)
 
     def _close_others(self) -> None:
         """Close what the raylet has opened for the first client: a pipe shows that one's end."""
@@ -416,6 +486,8 @@ class _Server:
             connection.close()
             return None
         problem = self._problem
+        if _of_all_workers(fork.words) != self._command:
+            problem = "it forks workers of its own raylet only, with Ray's own program"
         try:
             pid = -1 if problem else os.fork()
         except OSError as error:  # too many processes, or too little memory
@@ -431,6 +503,11 @@ class _Server:
             os.close(descriptor)
         self._listener.detach()
         return fork
+
+
+def _of_all_workers(words: Sequence[str]) -> list[str]:
+    """Return the words of a worker's command that all workers of its raylet have."""
+    return [word for word in words if not word.startswith(_OF_ONE_WORKER)]
 
 
 def _silence() -> None:

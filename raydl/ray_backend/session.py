@@ -14,16 +14,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
-from raydl.ray_backend import fork_server
+from raydl.ray_backend import fork_server, ray_version
+from raydl.ray_backend.private_folder import make_private_folder
 from raydl.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
@@ -36,6 +37,8 @@ _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
 """Whether ``connect`` has been called since ``begin``."""
+_SAID_BY_RAYDL = ("A worker died or was killed while executing", "The node with node id: ")
+"""How Ray's messages begin that tell at length what a sentence in the log of the run tells."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -53,6 +56,13 @@ def prepare() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     # The default of newer versions of Ray: actors that reserve no GPU see the GPUs of their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def notes() -> list[str]:
+    """Return sentences about how Ray starts here, for the log of a run."""
+    prepare()  # before the import
+    note = ray_version.note()
+    return [note] if note else []
 
 
 def prepare_client(address: str | None) -> str | None:
@@ -160,6 +170,7 @@ def connect(*, has_forks: bool = True) -> bool:
 
 def _connect(*, has_forks: bool) -> bool:
     is_local = not _address()
+    _check_command()
     if is_local:
         _start_here(has_forks=has_forks)
     else:
@@ -174,6 +185,24 @@ def _address() -> str:
     return "" if address == "local" else address
 
 
+def _check_command() -> None:
+    """Refuse credentials in the command of this process if Ray would record them.
+
+    Raises:
+        ConfigError: if it has some, and this version of Ray does not let raydl remove them.
+    """
+    import ray
+
+    command = " ".join(sys.orig_argv)
+    if not ray_version.is_seen() and redact(command) != command:
+        raise ConfigError(
+            "ray",
+            f"must be {' or '.join(ray_version.SEEN)} with credentials in a URI of the command, "
+            f"got {ray.__version__}: this version would show them in its list of jobs; put them "
+            f"into the environment",
+        )
+
+
 def _check_certificates() -> None:
     """Check the TLS certificates: with bad ones, Ray would fail after a long wait."""
     files = tls_files(os.environ)
@@ -185,18 +214,15 @@ def _start_here(*, has_forks: bool) -> None:
     import ray
 
     _check_certificates()
-    _draw_ids_from_the_system()
-    with _redacted_command(), _on_the_loopback(), _without_dashboard(), _own_setup_worker():
+    changes = (_redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker)
+    with _changed(*changes):
         try:
             ray.init(
                 address="local",
                 include_dashboard=False,
                 logging_level=_level(),
-                # Ray starts a process per core in advance. It cannot become a fork; an actor
-                # without forks runs in it, and finds torch imported.
-                _system_config={"prestart_worker_first_driver": False}
-                if has_forks and sys.platform == "linux"
-                else {"preload_python_modules": ["raydl.core.torch_import"]},
+                _temp_dir=str(make_private_folder(os.environ)),
+                _system_config=_system_config(has_forks) if ray_version.is_seen() else None,
             )
         except Exception as error:
             if "timed out during startup" not in str(error):
@@ -208,6 +234,17 @@ def _start_here(*, has_forks: bool) -> None:
                 "RAY_ADDRESS=auto",
             ) from error
     atexit.register(ray.shutdown)
+
+
+def _system_config(has_forks: bool) -> dict[str, Any]:
+    """Return the settings of a cluster of the run's own that Ray does not document.
+
+    Ray starts a process per core in advance. It cannot become a fork; an actor without forks runs
+    in it, and finds torch imported.
+    """
+    if has_forks and sys.platform == "linux":
+        return {"prestart_worker_first_driver": False}
+    return {"preload_python_modules": ["raydl.core.torch_import"]}
 
 
 def _level() -> int:
@@ -231,15 +268,56 @@ def _draw_ids_from_the_system() -> None:
     _raylet.random = random.SystemRandom()  # type: ignore[attr-defined]
 
 
+def _keep_what_raydl_says() -> None:
+    """Write Ray's messages about lost processes to a file among Ray's logs, not to the terminal.
+
+    Each has twelve lines, most of which guess at what may have killed the process. Ray has no
+    setting for it. The file is ``raydl-driver-PID.log``, on the machine of the driver.
+    """
+    from ray._private import worker
+
+    show = worker.print_to_stdstream
+    if show.__module__ == __name__:  # of an earlier connection
+        return
+
+    def keep_or_show(data: dict[str, Any], ignore_prefix: bool) -> None:
+        lines = data["lines"]
+        is_said = data.get("pid") == "raylet" and all(x.startswith(_SAID_BY_RAYDL) for x in lines)
+        if not (is_said and _keep(worker._global_node.get_logs_dir_path(), lines)):
+            show(data, ignore_prefix)
+
+    worker.print_to_stdstream = keep_or_show
+
+
+def _keep(folder: str, lines: Sequence[str]) -> bool:
+    """Append messages to a file in a folder; return whether that succeeded."""
+    path = Path(folder) / f"raydl-driver-{os.getpid()}.log"
+    # Other users can write to the log folder of a cluster that was started with ray start.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with open(os.open(path, flags, 0o600), "a") as file:
+            file.writelines(f"[{now}] {line}\n" for line in lines)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _changed(*changes: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Make changes to Ray inside this context, if this version of Ray permits any."""
+    with ExitStack() as stack:
+        if ray_version.is_seen():
+            _draw_ids_from_the_system()
+            _keep_what_raydl_says()
+            for change in changes:
+                stack.enter_context(change())
+        yield
+
+
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a private name of Ray inside this context, where Ray has no setting.
-
-    Another version of Ray may not have the name: then nothing is replaced, and a test fails.
-    """
-    if not hasattr(owner, name):
-        yield
-        return
+    """Replace a private name of Ray inside this context, where Ray has no setting."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -256,7 +334,7 @@ def _redacted_command() -> Iterator[None]:
     """
     from ray._private import utils
 
-    original = getattr(utils, "get_entrypoint_name", str)
+    original = utils.get_entrypoint_name
     with _replaced(utils, "get_entrypoint_name", lambda: redact(original())):
         yield
 
@@ -333,8 +411,6 @@ def _end(beginning: Future[bool]) -> None:
 def _join(address: str) -> None:
     """Connect to a cluster, after a check that it answers."""
     import ray
-    from ray._private.authentication import authentication_token_setup
-    from ray._private.services import canonicalize_bootstrap_address
     from ray.exceptions import AuthenticationError
 
     if address.startswith("ray://"):
@@ -343,19 +419,27 @@ def _join(address: str) -> None:
         )
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
     _check_certificates()
-    _draw_ids_from_the_system()
-    if address == "auto":  # as ray.init does for a cluster that it finds
-        authentication_token_setup.maybe_enable_token_auth_if_token_available(
-            warn_if_disabled=False
-        )
     try:
-        if tls_files(os.environ) is None:
-            _check_answer(address, canonicalize_bootstrap_address(address))
-        with _redacted_command():
+        if ray_version.is_seen():
+            _check_cluster(address)
+        with _changed(_redacted_command):
             ray.init(logging_level=_level())
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         ray.shutdown()
         raise ClusterError(address, _refusal(error)) from error
+
+
+def _check_cluster(address: str) -> None:
+    """Find the cluster of an address as Ray does, and check that it answers, except with TLS."""
+    from ray._private.authentication import authentication_token_setup
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if address == "auto":  # as ray.init does for a cluster that it finds
+        authentication_token_setup.maybe_enable_token_auth_if_token_available(
+            warn_if_disabled=False
+        )
+    if tls_files(os.environ) is None:
+        _check_answer(address, canonicalize_bootstrap_address(address))
 
 
 def _check_answer(address: str, host_and_port: str) -> None:
@@ -445,8 +529,10 @@ def _refusal(error: Exception) -> str:
 def draining_nodes() -> dict[str, int]:
     """Return the draining nodes by hex id: their deadlines in ms of Unix time; 0: unknown.
 
-    Ray has no public call for it.
+    Ray has no public call for it: empty with another version of Ray.
     """
+    if not ray_version.is_seen():
+        return {}
     from ray._private.state import state
 
     nodes: dict[str, int] = state.get_draining_nodes()
@@ -461,9 +547,8 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
     there is no autoscaler, or its configuration cannot be read.
     """
     import yaml
-    from ray._private.state import state
 
-    config = state.get_cluster_config()
+    config = _cluster_config()
     if config is not None:
         groups = config.node_group_configs
         return [(g.name, dict(g.resources), g.max_count) for g in groups if g.max_count]
@@ -477,6 +562,15 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return []
+
+
+def _cluster_config() -> Any:
+    """Return the configuration that an autoscaler has given to Ray, or None."""
+    if not ray_version.is_seen():
+        return None
+    from ray._private.state import state
+
+    return state.get_cluster_config()
 
 
 def folder_sizes(files: Mapping[Path, int]) -> tuple[dict[str, int], int]:
@@ -494,11 +588,14 @@ def folder_sizes(files: Mapping[Path, int]) -> tuple[dict[str, int], int]:
     return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
 
 
-def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int]:
+def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int] | None:
     """Return the files of a folder that Ray would upload, by their paths in it, with their bytes.
 
-    Ray's own walk finds them, with .gitignore and .rayignore.
+    Ray's own walk finds them, with .gitignore and .rayignore. None: another version of Ray may walk
+    in another way.
     """
+    if not ray_version.is_seen():
+        return None
     from ray._private.runtime_env import packaging
 
     sizes: dict[Path, int] = {}
@@ -518,9 +615,12 @@ def drain_node(node_id: str, *, deadline_s: float) -> None:
     """Drain a node, as `ray drain-node` does. It kills nothing.
 
     Raises:
-        RuntimeError: if Ray refuses.
+        RuntimeError: if Ray refuses, or is of another version.
     """
     import ray
+
+    if not ray_version.is_seen():
+        raise RuntimeError(f"node {node_id} cannot be drained with Ray {ray.__version__}")
     from ray.core.generated import autoscaler_pb2
 
     client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)

@@ -28,7 +28,8 @@ def main(words: Sequence[str]) -> None:
     """
     context, language, rest = _parse(words)
     if language != "PYTHON" or any(context[name] for name in context.keys() - _KNOWN):
-        os.execv(sys.executable, [sys.executable, _program_of_ray(), *words])
+        program = os.path.join(folder_of_ray(), "_private", "workers", "setup_worker.py")
+        os.execv(sys.executable, [sys.executable, program, *words])
     for name, value in (context.get("env_vars") or {}).items():
         os.environ[name] = _UNSET.sub("", os.path.expandvars(value))
     python = context.get("py_executable") or sys.executable  # a shell's words, not only a path
@@ -49,13 +50,14 @@ def _parse(words: Sequence[str]) -> tuple[Mapping[str, Any], str, list[str]]:
     return json.loads(context or "{}"), language, rest
 
 
-def _program_of_ray() -> str:
+def folder_of_ray() -> str:
+    """Return the folder of Ray's package for this Python, without an import."""
     import importlib.util
 
-    ray = importlib.util.find_spec("ray")  # without an import
+    ray = importlib.util.find_spec("ray")
     assert ray is not None
     assert ray.origin is not None
-    return os.path.join(os.path.dirname(ray.origin), "_private", "workers", "setup_worker.py")
+    return os.path.dirname(ray.origin)
 
 
 if __name__ == "__main__":

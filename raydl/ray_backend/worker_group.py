@@ -45,7 +45,7 @@ from raydl.data import Dataset, Prepare
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.errors import InfrastructureError, NonFiniteCenterError
 from raydl.faults import Fault
-from raydl.ray_backend import fork_server
+from raydl.ray_backend import fork_server, ray_version
 from raydl.ray_backend.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.ray_backend.cluster import (
     Notices,
@@ -451,6 +451,8 @@ class RayWorkerGroup:
         return place_of(actor)
 
     def _is_placed(self, who: str) -> bool:
+        if not ray_version.is_seen() and who not in self._workers:
+            return True  # Ray does not tell, but a shard reserves nothing, so that it has a place
         return self._place_of_starting(who) is not None
 
     def _on_start_expired(self, who: str, reason: str) -> list[Event]:

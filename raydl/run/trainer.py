@@ -330,6 +330,8 @@ class Trainer:
             order = dataset.train.order(config.training.seed)
             start = self._start_from(folder, flat, order, method)
             start.sentences.extend(_notes_on(preflight, method))
+            if config.scaling.max_workers:
+                start.sentences.extend(ray_session.notes())
             if note_on_labels:
                 start.sentences.append(note_on_labels)
             if isinstance(dataset.train, IterableStyle):

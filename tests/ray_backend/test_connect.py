@@ -16,7 +16,7 @@ import grpc
 import pytest
 import ray
 from ray import _raylet
-from ray._private import services, utils
+from ray._private import services, utils, worker
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
@@ -302,6 +302,68 @@ def test_begin_does_nothing_where_ray_already_runs(monkeypatch, init):
     begin(has_forks=False)
     assert ray_session.connect() is False
     assert init.calls == []
+
+
+# Ray's messages
+
+
+LOST = "A worker died or was killed while executing a task by an unexpected system error. To"
+
+
+@pytest.fixture
+def messages(monkeypatch, init, tmp_path):
+    """What a connected driver shows of Ray's messages, and the folder of its logs."""
+    shown = []
+    monkeypatch.setattr(
+        worker, "print_to_stdstream", lambda data, ignore_prefix: shown.append(data)
+    )
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr(worker, "_global_node", node)
+    init.may_end.set()
+    ray_session.connect()
+
+    def receive(line, pid="raylet"):
+        shown.clear()
+        worker.print_to_stdstream({"lines": [line], "pid": pid}, ignore_prefix=False)
+        return [data["lines"] for data in shown]
+
+    return SimpleNamespace(receive=receive, log=tmp_path / f"raydl-driver-{os.getpid()}.log")
+
+
+def test_rays_message_about_a_lost_process_goes_to_a_file(messages):
+    for line in (LOST, "The node with node id: abc has been marked dead"):
+        assert messages.receive(line) == []
+        assert messages.log.read_text().endswith(f"] {line}\n")
+    assert len(messages.log.read_text().splitlines()) == 2
+    assert messages.log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("line", "pid"),
+    [("3 Workers (tasks / actors) killed due to memory pressure (OOM)", "raylet"), (LOST, 4242)],
+)
+def test_other_messages_and_the_output_of_workers_are_shown(messages, line, pid):
+    assert messages.receive(line, pid) == [[line]]
+    assert not messages.log.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "no folder"])
+def test_a_message_that_cannot_be_kept_is_shown(messages, kind, tmp_path):
+    """Every user may write to the folder of the logs in a cluster of ray start."""
+    if kind == "link":
+        messages.log.symlink_to(tmp_path / "target")
+    elif kind == "pipe":
+        os.mkfifo(messages.log)
+    else:
+        tmp_path.rmdir()
+    assert messages.receive(LOST) == [[LOST]]
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_second_connection_keeps_each_message_once(messages):
+    ray_session.connect()
+    messages.receive(LOST)
+    assert len(messages.log.read_text().splitlines()) == 1
 
 
 # a real cluster

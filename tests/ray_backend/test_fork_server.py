@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from raydl.ray_backend import fork_server
 
 PROGRAM = """
 import json, os, random, sys
+name = sys.argv[1].partition("=")[2]
 facts = {
     "process": os.getpid(), "server": os.getppid(), "has_torch": "torch" in sys.modules,
     "words": sys.argv, "folder": os.getcwd(), "name": __name__,
@@ -27,10 +29,10 @@ if facts["has_torch"]:
     from ray._raylet import WorkerID
     facts["torch's"] = torch.rand(()).item()
     facts["random"] = [random.random(), numpy.random.random(), WorkerID.from_random().hex()]
-print("output of", sys.argv[1])
-with open(sys.argv[1] + ".part", "w") as file:
+print("output of", name)
+with open(name + ".part", "w") as file:
     json.dump(facts, file)
-os.rename(sys.argv[1] + ".part", sys.argv[1])
+os.rename(name + ".part", name)
 """
 NO_LIBRARIES = "f._Server._prepare = lambda server: None"
 IDLE_AT_ONCE = (
@@ -43,15 +45,20 @@ NO_PROCESS = (
     "os.fork = lambda: count.append(1) or (fork() if len(count) < {} else open('/no process'))"
 )
 """Makes the n-th fork fail: the second one starts the server, the third is the server's first."""
-GRANDCHILD = "lambda real=f._is_grandchild: (open('servers', 'a').write('x'), real())[1]"
+OTHER = "other = f._bind(f._address(os.getppid())); other.listen()"
+"""Makes a client the process that uses the address of its server, and never answers."""
+GRANDCHILD = (
+    "lambda listener, real=f._is_grandchild: (open('servers', 'a').write('x'), real(listener))[1]"
+)
 """Writes an x for each server that is started."""
 
 
-def client(change):
-    """Return the code of a client with a change, and with the time-out of the tests."""
+def client(change, program):
+    """Return the code of a client with a change, and with the program and time-out of the tests."""
     imports = "import os, sys; from raydl.ray_backend import fork_server as f"
     start = f"package = f._package(); f._PATIENCE_S = {BOUND_S}"
-    return f"{imports}; {start}; {change}; f.main(sys.argv[1:], package)"
+    worker = f"f._worker_program = lambda: {str(program)!r}"
+    return f"{imports}; {start}; {worker}; {change}; f.main(sys.argv[1:], package)"
 
 
 class FakeRaylet:
@@ -62,11 +69,15 @@ class FakeRaylet:
         self.program = folder / "program.py"
         self.program.write_text(PROGRAM)
 
+    def words(self, name):
+        """Return the words of a worker program that writes its facts to a file of this name."""
+        return [str(self.program), f"--worker-id={name}"]
+
     def start_client(self, name, change="pass", *, files=(), **environment):
         """Start a client whose fork runs the program, with further open files."""
         with (self.folder / f"{name}.out").open("w") as out:
             return subprocess.Popen(
-                [sys.executable, "-c", client(change), str(self.program), name],
+                [sys.executable, "-c", client(change, self.program), *self.words(name)],
                 cwd=self.folder, stdout=out, stderr=out, env={**os.environ, **environment},
                 pass_fds=files,
             )  # fmt: skip
@@ -101,7 +112,7 @@ def test_two_programs_are_forks_of_one_process_that_has_imported_torch(node):
     assert first["process"] != second["process"]
     for name, facts in (("first", first), ("second", second)):
         assert facts["has_torch"]
-        assert facts["words"] == [str(node.program), name]
+        assert facts["words"] == node.words(name)
         assert (facts["name"], facts["folder"]) == ("__main__", str(node.folder))
         node.until(lambda name=name: (node.folder / f"{name}.out").read_text())
         assert (node.folder / f"{name}.out").read_text() == f"output of {name}\n"
@@ -128,9 +139,8 @@ def test_a_server_ends_with_its_raylet(node):
     words = [
         sys.executable,
         "-c",
-        client(NO_LIBRARIES),
-        str(node.program),
-        str(node.folder / "name"),
+        client(NO_LIBRARIES, node.program),
+        *node.words(node.folder / "name"),
     ]
     with subprocess.Popen([sys.executable, "-c", raylet, *words], stdin=subprocess.PIPE) as raylet:
         node.until((node.folder / "name").exists)
@@ -147,17 +157,20 @@ def test_a_server_ends_with_its_raylet(node):
         ("f._LIBRARIES = ('no_module_of_this_name',)", "ModuleNotFoundError: No module named"),
         ("f._LIBRARIES = ('raydl.ray_backend.actors',)", "its forks would draw the same ids"),
         # Another process uses its address and never answers.
-        ("f._PATIENCE_S = 0.1; other = f._listen(f._address(os.getppid()))", "timed out"),
-        ("other = f._listen(f._address(os.getppid())); os.getuid = lambda: -1", "this user's"),
+        (f"f._PATIENCE_S = 0.1; {OTHER}", "timed out"),
+        (f"{OTHER}; os.getuid = lambda: -1", "this user's"),
+        (f"{OTHER}; f._surroundings = lambda process: process", "of another container"),
         (NO_PROCESS.format(2), "no further process can be started"),
         (f"{NO_LIBRARIES}; {NO_PROCESS.format(3)}", "/no process"),
         ("package = '/'", ""),
         ("sys.argv.insert(1, '-s')", ""),
+        ("f._worker_program = lambda: '/ray/worker.py'", ""),
         ("os.environ[f._SUBREAPER] = 'true'", ""),
     ],
     ids=[
         "has no libraries", "has drawn an id", "does not answer", "belongs to another user",
-        "cannot start", "cannot fork", "imports another raydl", "cannot have Python's options",
+        "is in another container", "cannot start", "cannot fork", "imports another raydl",
+        "cannot have Python's options", "forks only Ray's worker program",
         "would be killed by the raylet",
     ],
 )  # fmt: skip
@@ -198,6 +211,111 @@ def test_a_stranger_that_makes_no_request_does_not_end_the_server(node):
         "s.sendall(bytes([255] * 8)); s.close()"
     )
     assert node.run_program("second", f"{NO_LIBRARIES}; {stranger}")["server"] == server
+
+
+STRANGER = """
+import json, os, signal, socket, struct, sys
+signal.alarm(60)
+address, words, change = bytes.fromhex(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+server, parent = socket.socket(socket.AF_UNIX), os.getpid()
+if change.startswith("/"):
+    os.chroot(change)
+server.connect(address)
+if change == "ended" and os.fork():
+    os._exit(0)  # its child has the connection
+if change == "ended":
+    while os.getppid() == parent:
+        pass
+body = json.dumps([words, "/", []]).encode()
+answer = b""
+try:
+    server.sendall(struct.pack("!Q", len(body)) + body)
+    answer = server.recv(1000)
+    if answer == b"h":
+        server.sendall(b"g")
+except ConnectionError:
+    pass
+print(answer.decode() or "no answer", flush=True)
+"""
+"""Requests a fork in the way of a client, without its checks."""
+
+
+class Server:
+    """A fork server that serves a client of the test, and what others get from it."""
+
+    def __init__(self, node):
+        self.node = node
+        facts = node.run_program("first")
+        self.address = fork_server._address(os.getpid())
+        self.process = facts["server"]
+
+    def answer_to(self, words, *wrapper, change=""):
+        """Return the answer to a request for a fork that runs some words."""
+        command = [sys.executable, "-c", STRANGER, self.address.hex(), json.dumps(words), change]
+        os.kill(self.process, signal.SIGSTOP)
+        with subprocess.Popen(
+            [*wrapper, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as stranger:
+            if change == "ended":
+                stranger.wait(timeout=BOUND_S)
+            os.kill(self.process, signal.SIGCONT)
+            answer, _ = stranger.communicate(timeout=BOUND_S)
+        if wrapper and "unshare failed" in answer:
+            pytest.skip(f"needs a right that this process lacks: {answer}")
+        return answer.strip()
+
+
+@pytest.mark.processes
+def test_a_request_in_the_way_of_a_client_gets_a_fork(node):
+    """This shows that the next tests refuse for the reason that they name."""
+    server = Server(node)
+    assert server.answer_to(node.words(node.folder / "other")) == "h"
+    node.until((node.folder / "other").exists)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["--mount", "--pid", "--ipc", "--uts", "--cgroup", "--user"])
+def test_a_process_of_the_same_user_in_another_container_gets_no_fork(node, kind):
+    """Namespaces make a container; all of them but that of the network may differ here."""
+    server = Server(node)
+    words = node.words(node.folder / "other")
+    assert server.answer_to(words, "unshare", "--fork", kind) == "no answer"
+    assert node.run_program("second")["server"] == server.process
+    assert not (node.folder / "other").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may change its root folder")
+def test_a_process_below_another_root_gets_no_fork(node):
+    server = Server(node)
+    words = node.words(node.folder / "other")
+    assert server.answer_to(words, change=str(node.folder)) == "no answer"
+
+
+@pytest.mark.processes
+def test_a_connection_of_a_process_that_has_ended_gets_no_fork(node):
+    """Its process id may belong to another process by now."""
+    server = Server(node)
+    words = node.words(node.folder / "other")
+    assert server.answer_to(words, change="ended") == "no answer"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda words: ["/proc/1/root/tmp/program.py", *words[1:]],
+        lambda words: [*words, "--gcs-address=10.0.0.1:6379"],
+        lambda words: [],
+    ],
+    ids=["another program", "another cluster", "nothing"],
+)
+def test_a_server_forks_only_what_its_raylet_starts(node, change):
+    server = Server(node)
+    words = node.words(node.folder / "other")
+    answer = server.answer_to(change(words))
+    assert answer == "rit forks workers of its own raylet only, with Ray's own program"
+    assert node.run_program("second")["server"] == server.process
 
 
 @pytest.mark.processes
@@ -241,6 +359,13 @@ def test_a_job_with_its_own_python_has_no_fork_server(monkeypatch, of_job, is_fo
         "ray.get_runtime_context", lambda: SimpleNamespace(runtime_env=of_job), raising=True
     )
     assert (fork_server.runtime_env() is not None) == is_fork
+
+
+def test_another_version_of_ray_has_no_fork_server(monkeypatch):
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
+    assert fork_server.runtime_env() is not None
+    monkeypatch.setattr("ray.__version__", "2.61.0")
+    assert fork_server.runtime_env() is None
 
 
 def test_an_interpreter_whose_path_has_a_space_has_no_fork_server(monkeypatch):

@@ -269,6 +269,16 @@ def test_a_center_that_never_starts_is_lost(starting):
     assert starting.polls(until=1000.0) == []
 
 
+def test_a_center_that_never_starts_is_lost_with_another_version_of_ray(starting, monkeypatch):
+    """That one does not tell where processes are."""
+    monkeypatch.setattr(ray, "__version__", "2.61.0")
+    monkeypatch.setattr("raydl.ray_backend.worker_group.place_of", lambda actor: None)
+    starting._start_center(None)
+    starting._start_worker("w0", {})  # it may wait for resources
+    assert [lost.name for lost in starting.polls(until=70.0)] == ["center"]
+    assert starting.killed == []
+
+
 @pytest.mark.parametrize(("owed_s", "killed"), [(0.0, []), (2.0, []), (3.0, [("node", 3)])])
 def test_only_a_process_that_was_long_silent_is_killed_by_its_id(starting, owed_s, killed):
     """Ray reports such a kill as a crash; being late at the end of a run is not one."""

@@ -132,6 +132,7 @@ def test_a_hot_spare_takes_the_place_of_a_killed_worker_in_the_next_generation(f
         run.until(lambda: re.search(r"generation 2: w[01] was lost, w2 joins", run.output))
         run.until(lambda: len(states()) == 3)  # the next spare has started
         stop(run)
+        assert "OOM" not in run.output  # Ray's message about the kill is in a file
 
 
 @pytest.mark.slow
