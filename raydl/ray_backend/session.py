@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import re
+import resource
 import select
 import signal
 import stat
@@ -35,6 +36,10 @@ _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray itself waits for minutes."""
 _START_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
+_MIN_FILES = 128
+"""The least limit of open files with which a small local cluster runs."""
+_MANY_FILES = 1024
+"""A limit of open files that suffices for a local cluster."""
 _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
@@ -222,10 +227,22 @@ def _check_certificates() -> None:
         check_tls(files)
 
 
+def _check_open_files() -> None:
+    """Refuse a limit of open files with which Ray's processes would hang or end."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < _MIN_FILES:
+        raise ClusterError(
+            "local",
+            f"needs {_MIN_FILES} open files per process, and the limit is {limit}; raise it, for "
+            f"instance with ulimit -n {_MANY_FILES}",
+        )
+
+
 def _start_here(*, has_forks: bool) -> None:
     import ray
 
     _check_certificates()
+    _check_open_files()
     _draw_ids_from_the_system()
     with (
         _redacted_command(),
