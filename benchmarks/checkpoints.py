@@ -158,7 +158,7 @@ def cost_of(
     )
     with Watched(arguments) as run:
         folder = run.folder / "run"
-        sampler = MemorySampler(run.process.pid, folder)
+        sampler = MemorySampler(run.wait_for_driver(within_s=_UP_S), folder)
         sampler.start()
         all_train = "all workers train"
         run.wait_until(lambda: run.num_training() == num_workers, all_train, within_s=_UP_S)

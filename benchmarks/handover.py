@@ -78,7 +78,7 @@ def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
     ]  # fmt: skip
     with Cluster(num_nodes=3) as cluster, Watched(arguments, cluster) as run:
         folder = run.folder / "run"
-        sampler = MemorySampler(run.process.pid, folder)
+        sampler = MemorySampler(run.wait_for_driver(within_s=_UP_S), folder)
         sampler.start()
 
         def have_stepped(num_workers: int) -> bool:

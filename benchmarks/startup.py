@@ -108,8 +108,8 @@ def start(arguments: tuple[str, ...], data: str, cluster: Cluster | None = None)
             _FIRST: max(of_worker[0].began_at for of_worker in steps.values()),
             _END: max(of_worker[1].began_at for of_worker in steps.values()),
         }
-        if run.process.pid in built:
-            moments[_DRIVER] = built[run.process.pid]
+        if run.driver() in built:
+            moments[_DRIVER] = built[run.driver()]
         if cluster is None:
             ray = [p for p, line in processes_of(run.process.pid).items() if "gcs_server" in line]
             moments |= {_RAY: min(map(started_at, ray))} if ray else {}

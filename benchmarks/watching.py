@@ -231,6 +231,22 @@ class Watched(Session):
         """Return the steps of each worker so far, by process id."""
         return {pid: [Step(*note) for note in notes] for pid, notes in self._notes("steps").items()}
 
+    def driver(self) -> int:
+        """Return the process id of the driver: ``raydl train`` runs it as a child."""
+        own = self.process.pid
+        commands = processes_of(own)
+        for pid, command in commands.items():
+            with suppress(OSError):  # it has ended
+                if command == commands.get(own) and int(stat_fields(pid)[1]) == own:
+                    return pid
+        return own
+
+    def wait_for_driver(self, *, within_s: float) -> int:
+        """Wait until ``raydl train`` has started its driver, and return that process id."""
+        has_started = lambda: self.driver() != self.process.pid  # noqa: E731
+        self.wait_until(has_started, "the driver runs", within_s=within_s)
+        return self.driver()
+
     def built(self) -> dict[int, float]:
         """Return when each process, possibly also the driver, built its model, by process id."""
         return {pid: notes[0][0] for pid, notes in self._notes("built").items()}

@@ -53,7 +53,7 @@ SUPERSEDED = 3
 """Exit status of a driver if another driver has taken over its run."""
 STOP_COMMAND = "raydl stop"
 """What stopped a run that a user stopped by that command."""
-STOPPED = {"SIGINT": 130, "SIGTERM": 143, STOP_COMMAND: 143}
+STOPPED = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, STOP_COMMAND: 143}
 """Exit status by what stopped a command."""
 _MOST_LISTED = 8
 """Number of choices up to which a message with near misses lists all of them, too."""

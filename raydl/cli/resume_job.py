@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from raydl.cli import main
-from raydl.cli.options import parse_train
+from raydl.cli import main, run_to_exit
 from raydl.errors import CheckpointError, RaydlError, exit_status_of
 from raydl.text import escape_controls
 
@@ -25,6 +24,8 @@ LOCK_WAIT_S = 180.0
 
 def resume(arguments: Sequence[str]) -> int:
     """Resume the run that this submission began, or begin it if no attempt did."""
+    from raydl.cli.options import parse_train  # imports much, which the parent process is without
+
     words = list(arguments)
     try:
         folder = _begun_folder(words)
@@ -36,7 +37,7 @@ def resume(arguments: Sequence[str]) -> int:
         return exit_status_of(error)
     if folder is not None and not parse_train(words).run.resume:
         words.append("--resume")
-    return main(["train", *words], ends_process=True)
+    return main(["train", *words])
 
 
 def _begun_folder(words: Sequence[str]) -> RunFolder | None:
@@ -47,6 +48,7 @@ def _begun_folder(words: Sequence[str]) -> RunFolder | None:
     Raises:
         RaydlError: if the options are wrong or the folder cannot be read.
     """
+    from raydl.cli.options import parse_train
     from raydl.run.folder import RunFolder, this_submission
     from raydl.run.lock import wait_until_free
     from raydl.storage import in_words
@@ -64,4 +66,4 @@ def _begun_folder(words: Sequence[str]) -> RunFolder | None:
 
 
 if __name__ == "__main__":
-    sys.exit(resume(sys.argv[1:]))
+    sys.exit(run_to_exit(partial(resume, sys.argv[1:])))

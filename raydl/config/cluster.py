@@ -120,6 +120,9 @@ class ElasticConfig:
 
     lease_s: float = 10.0
     """Seconds without an answer after which a worker or the center counts as lost."""
+    max_step_s: float = 300.0
+    """Longest local step of a worker that answers but uses no CPU, as in a read that stalls, in
+    seconds. After that, or after 20 of its usual steps if these take longer, it is replaced."""
     leave_out_slow: bool = True
     """Leave out a straggler, a worker for which the others wait much longer than in recent rounds,
     until it has caught up (synchronous methods). A run with a fixed number of workers, as with
@@ -144,7 +147,7 @@ class ElasticConfig:
     since its start, in seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "max_busy_s"):
+        for name in ("lease_s", "max_step_s", "max_busy_s"):
             value = getattr(self, name)
             require_positive(f"elastic.{name}", value, "a positive number of seconds")
         if self.on_worker_error not in ON_WORKER_ERROR:

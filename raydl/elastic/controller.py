@@ -137,6 +137,7 @@ class Controller:
         them from its checkpoint."""
         self.worker_registry = WorkerRegistry(
             lease_s=config.elastic.lease_s,
+            max_step_s=config.elastic.max_step_s,
             first_step_s=config.exchange.timeout_s,
             max_busy_s=config.elastic.max_busy_s,
             clock=clock,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,12 @@ Age = tuple[int, int]
 """(Round, changes of the ledger) of a copy of the center; (0, 0): a new model."""
 NO_COPY: Age = (-1, -1)
 """Age reported by a worker without a copy that others could start from."""
+Process = tuple[str, int]
+"""(Ray actor id, process id) of a worker."""
+HEARTBEAT_EVERY_S = 0.5
+"""Seconds between two heartbeats of a member, at the most."""
+_LATE_S = 0.6
+"""Silence of a worker after which its process may have ended, in seconds."""
 _GRACE_S = 1.0
 """Time for members to complete a round that others have completed, in seconds."""
 
@@ -91,8 +97,8 @@ class Rendezvous:
         name: name of the run, for messages.
         num_workers: (fewest workers to start, most workers that train).
         in_rounds: whether the method is synchronous.
-        lease_s: seconds without a heartbeat after which a worker is lost. It also limits how long
-            members that have left a generation wait for the others.
+        lease_s: seconds without a heartbeat after which a worker is lost, unless ``lose`` says it
+            before. It also limits how long members that have left a generation wait for the others.
         timeout_s: the longest wait of a worker for an invitation, in seconds.
         clock: seconds, rising.
     """
@@ -203,6 +209,27 @@ class Rendezvous:
         grace_s = _GRACE_S if is_whole else 0.0
         return Signal.OVER if now - self._over_since >= grace_s else Signal.REGROUP
 
+    def may_have_ended(self) -> list[str]:
+        """Return the workers that are late with a heartbeat, or that the others wait for."""
+        now = self._clock()
+        late = [w for w, at in self._heartbeat_at.items() if now - at >= _LATE_S]
+        if self._over_since is None:
+            return late
+        missing = [w for w in self._entered if w not in self._waiting and w not in late]
+        return late + missing
+
+    def lose(self, worker_ids: Iterable[str]) -> None:
+        """Remove workers whose processes have ended, without waiting for the end of their leases.
+
+        Args:
+            worker_ids: their ids; unknown ones are ignored.
+        """
+        now = self._clock()
+        for worker_id in worker_ids:
+            if self._heartbeat_at.pop(worker_id, None) is not None:
+                self._drop(worker_id, now)
+        self._form(now)
+
     def is_last(self, worker_id: str, generation: int) -> bool:
         """Return whether a worker is the only member, or was the last one; others may wait.
 
@@ -277,11 +304,15 @@ class Rendezvous:
         """Remove the workers whose lease has expired."""
         for worker_id in [w for w, at in self._heartbeat_at.items() if now - at >= self._lease_s]:
             del self._heartbeat_at[worker_id]
-            self._waiting.pop(worker_id, None)
-            if worker_id in self._entered:
-                self._remove(worker_id, now)
+            self._drop(worker_id, now)
         if self._entered or self._waiting:
             self._unused_since = now
+
+    def _drop(self, worker_id: str, now: float) -> None:
+        """Remove a lost worker, whether it trained or waited."""
+        self._waiting.pop(worker_id, None)
+        if worker_id in self._entered:
+            self._remove(worker_id, now)
 
     def _remove(self, worker_id: str, now: float) -> None:
         """Remove a member."""
@@ -424,9 +455,14 @@ class RendezvousServer(CenterEndpoint):
         self._registered: dict[str, str] = {}
         """Ids of the workers by their tokens."""
         self._members: frozenset[str] = frozenset()
+        self._processes: dict[str, Process] = {}
 
     def register(
-        self, preferred_id: str | None, terms: Mapping[str, Any], token: str | None = None
+        self,
+        preferred_id: str | None,
+        terms: Mapping[str, Any],
+        token: str | None = None,
+        process: Process | None = None,
     ) -> str:
         """Register a new worker; return its id: the preferred one, if it is free.
 
@@ -434,6 +470,7 @@ class RendezvousServer(CenterEndpoint):
             preferred_id: the id that it would like to have; None: any.
             terms: its settings that all workers must share.
             token: names this worker: if its answer was lost, it registers again.
+            process: its process, if it is one that Ray knows.
 
         Raises:
             ConfigError: if its settings differ from those of the run.
@@ -450,7 +487,25 @@ class RendezvousServer(CenterEndpoint):
             worker_id = worker_id or self._rendezvous.new_worker_id(preferred_id)
             if token:
                 self._registered[token] = worker_id
+            if process:
+                self._processes[worker_id] = process
             return worker_id
+
+    def lose_ended(self, has_ended: Callable[[str, int], bool]) -> None:
+        """Remove the workers whose processes have ended.
+
+        Args:
+            has_ended: returns whether a process (actor id, process id) has ended. It is asked only
+                about workers that are silent, or that others wait for.
+        """
+        with self._lock:
+            suspects = self._rendezvous.may_have_ended()
+            processes = {w: self._processes[w] for w in suspects if w in self._processes}
+        ended = [w for w, process in processes.items() if has_ended(*process)]
+        if ended:
+            with self._lock:
+                self._rendezvous.lose(ended)
+                self._apply_changes()
 
     def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the invitation of a waiting worker, or None if it is to poll again.

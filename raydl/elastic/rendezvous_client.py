@@ -13,12 +13,18 @@ from raydl.collective.sync_exchange import Group
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
 from raydl.core.non_trainable import NonTrainable
-from raydl.elastic.rendezvous import NO_COPY, Age, Invitation, RendezvousServer, Signal
+from raydl.elastic.rendezvous import (
+    HEARTBEAT_EVERY_S,
+    NO_COPY,
+    Age,
+    Invitation,
+    RendezvousServer,
+    Signal,
+)
 from raydl.errors import AttachError, ExchangeError
 from raydl.parameter_server.protocol import CenterClient
 
 _POLL_EVERY_S = 0.05
-_HEARTBEAT_EVERY_S = 0.5
 
 
 class Transport(Protocol):
@@ -70,7 +76,7 @@ class RendezvousClient:
             another process, each of its calls may raise an AttachError: the server was lost, or
             does not answer.
         make_transport: connects this worker with the others, or with the center.
-        lease_s: seconds without a heartbeat after which a worker is lost.
+        lease_s: seconds without a heartbeat after which a worker is lost, if its process lives.
         in_rounds: whether each worker holds the center, instead of the server.
         preferred_id: the worker's id, if no other worker has it.
     """
@@ -89,7 +95,7 @@ class RendezvousClient:
         self.worker_id = preferred_id or ""
         self._register = register
         self._make_transport = make_transport
-        self._every_s = min(_HEARTBEAT_EVERY_S, lease_s / 4)
+        self._every_s = min(HEARTBEAT_EVERY_S, lease_s / 4)
         self._in_rounds = in_rounds
         self._preferred_id = preferred_id
         self._stale_age: Age | None = None

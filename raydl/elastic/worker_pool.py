@@ -315,7 +315,7 @@ class WorkerPool:
             self._worker_group.end(worker_id)
             self.lose(
                 worker_id,
-                f"it is stuck: one step has taken {seconds:.0f} s (elastic.lease_s, or "
+                f"it is stuck: one step has taken {seconds:.0f} s (elastic.max_step_s, or "
                 f"elastic.max_busy_s while it computes)",
             )
         return [worker_id for worker_id, _ in stuck]

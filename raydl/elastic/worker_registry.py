@@ -97,9 +97,11 @@ class WorkerRegistry:
     """The workers of a run, from their requests until they have left or were lost.
 
     Args:
-        lease_s: the shortest time without progress after which a worker is stuck, in seconds.
-        first_step_s: the longest first step of a worker, and the longest time for a group to form,
-            in seconds.
+        lease_s: the longest silence of a worker, in seconds.
+        max_step_s: the longest step in which a worker uses no CPU time, unless its usual steps are
+            long, in seconds.
+        first_step_s: the longest first step of a worker, if that is more, and the longest time for
+            a group to form, in seconds.
         max_busy_s: the longest step in which a worker uses CPU time, in seconds.
         clock: seconds, rising.
     """
@@ -108,11 +110,13 @@ class WorkerRegistry:
         self,
         *,
         lease_s: float,
+        max_step_s: float,
         first_step_s: float,
         max_busy_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lease_s = lease_s
+        self._max_step_s = max_step_s
         self._first_step_s = first_step_s
         self._max_busy_s = max_busy_s
         self._clock = clock
@@ -307,6 +311,8 @@ class WorkerRegistry:
     def stuck(self) -> list[tuple[str, float]]:
         """Return the workers that are stuck in a step, with the seconds that they are.
 
+        A worker that answers is alive, however long its step takes: a read from a file server may
+        stall, which a replacement would only repeat. So a limit of its own decides, not the lease.
         While a worker uses CPU time only ``max_busy_s`` limits its step: a single step may be long.
         A worker that enters a generation waits for its group to form, which ends by its own
         time-out.
@@ -317,7 +323,8 @@ class WorkerRegistry:
             is_heard = now - entry.reported_at <= _SILENT_S  # otherwise its lease decides
             step_s = now - entry.moved_at
             idle_s = min(step_s, now - entry.busy_at)
-            is_stuck = idle_s > self._longest_step_s(entry) or step_s > self._max_busy_s
+            longest_s = self._longest_step_s(entry)
+            is_stuck = idle_s > longest_s or step_s > max(longest_s, self._max_busy_s)
             if entry.in_loop and is_heard and is_stuck:
                 stuck.append((entry.worker_id, step_s))
         return stuck
@@ -326,9 +333,9 @@ class WorkerRegistry:
         """Return the longest time without progress of a worker that uses no CPU, in seconds."""
         report = entry.report
         usual_s = report.step_s if report else 0.0
-        limit_s = max(self._lease_s, _STUCK_STEPS * usual_s)
-        if report is None or report.generation < entry.generation:
-            return max(limit_s, self._first_step_s + self._lease_s)
+        if report is None or report.generation < entry.generation:  # its group forms
+            return max(_STUCK_STEPS * usual_s, self._first_step_s + self._lease_s)
+        limit_s = max(self._max_step_s, _STUCK_STEPS * usual_s)
         if report.is_starting or not usual_s:
             return max(limit_s, self._first_step_s)
         return limit_s

@@ -41,12 +41,20 @@ from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.parameter_server.ray_transport import RayCenterClient
-from raydl.ray_backend.cluster import START_S, end_when_unused, node_here, send_by_value
+from raydl.ray_backend.cluster import (
+    START_S,
+    end_when_unused,
+    has_ended,
+    node_here,
+    send_by_value,
+)
 from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 _ANSWER_S = 60.0
 """The longest wait for an answer of the rendezvous actor, in seconds."""
 _RETRY_S = 0.2
+_WATCH_EVERY_S = 0.1
+"""Seconds between two checks for workers whose processes have ended."""
 _MOST_STARTS = 5
 """The most rendezvous actors that a new worker tries: each may have been about to end."""
 _LOST = "the rendezvous actor was lost ({}); attach under another name, from a state that you saved"
@@ -207,8 +215,8 @@ class Transports:
         ).remote(self._name, self._job, self._terms)
         proxy = RendezvousProxy(self._name, self._actor)
         self._run_id = proxy.call("run_id", timeout_s=START_S)
-        token = uuid.uuid4().hex
-        worker_id = proxy.call("register", preferred_id, self._terms, token)
+        token, process = uuid.uuid4().hex, (ray.get_runtime_context().get_actor_id(), os.getpid())
+        worker_id = proxy.call("register", preferred_id, self._terms, token, process)
         return cast(RendezvousServer, proxy), worker_id  # it has the same methods
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:
@@ -287,7 +295,14 @@ class RendezvousActor(RendezvousServer):
         torch.set_num_threads(1)
         super().__init__(name, job, terms, node=node_here())
         self._run_id = uuid.uuid4().hex[:8]
+        threading.Thread(target=self._watch, daemon=True).start()
         end_when_unused(self.unused_s)
+
+    def _watch(self) -> None:
+        """Take Ray's word for the end of a worker's process, which comes long before a lease."""
+        while True:
+            self.lose_ended(has_ended)
+            time.sleep(_WATCH_EVERY_S)
 
     def run_id(self) -> str:
         """Return the id of the run, a prefix of its keys."""

@@ -15,8 +15,8 @@ UNKNOWN = "UNKNOWN"
 """The cluster answers but does not know the job: it was restarted."""
 
 _STOPPED_EXITS = {
-    STOPPED["SIGINT"]: STOPPED["SIGINT"],
-    STOPPED["SIGTERM"]: STOPPED["SIGTERM"],
+    **{status: status for status in STOPPED.values()},
+    -signal.SIGHUP: STOPPED["SIGHUP"],
     -signal.SIGINT: STOPPED["SIGINT"],
     -signal.SIGTERM: STOPPED["SIGTERM"],
     signal.SIGTERM: STOPPED["SIGTERM"],  # Ray's own handler exits with the number of the signal

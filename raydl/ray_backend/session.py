@@ -10,7 +10,10 @@ import logging
 import os
 import random
 import re
+import resource
+import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -18,11 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
 from raydl.config.tls import check_tls, tls_files
-from raydl.errors import ClusterError, ConfigError
+from raydl.errors import STOPPED, ClusterError, ConfigError
 from raydl.ray_backend import fork_server, ray_version
 from raydl.ray_backend.private_folder import make_private_folder
 from raydl.redaction import redact
@@ -33,6 +37,10 @@ _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray itself waits for minutes."""
 _START_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
+_MIN_FILES = 128
+"""The least limit of open files with which a small local cluster runs."""
+_MANY_FILES = 1024
+"""A limit of open files that suffices for a local cluster."""
 _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
@@ -160,12 +168,50 @@ def connect(*, has_forks: bool = True) -> bool:
         begun, _beginning = _beginning, None
         _is_awaited.set()
         is_local = begun.result()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        end_on_signals()
         return is_local
     if ray.is_initialized():
         return False
-    return _connect(has_forks=has_forks)
+    is_local = _connect(has_forks=has_forks)
+    end_on_signals()
+    return is_local
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this process as an exception does, with all that it has started.
+
+    Ray's own handler of SIGTERM exits with a status that looks like a failure, and SIGHUP would
+    end this process alone. Under ``nohup`` SIGHUP stays ignored. Only the main thread may set
+    handlers; called in another one, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    if handles_hangup():
+        signal.signal(signal.SIGHUP, _exit)
+
+
+def handles_hangup() -> bool:
+    """Whether this process ends when its terminal closes; under ``nohup`` it does not."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def leave_closed_terminal() -> None:
+    """Replace output to a terminal that is closed, where each write would fail, by none."""
+    closed = select.poll()
+    for stream in (0, 1, 2):
+        closed.register(stream, 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream, events in closed.poll(0):
+        if events & select.POLLHUP and stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(nothing, stream)
+    os.close(nothing)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    if number == signal.SIGHUP:
+        leave_closed_terminal()
+    sys.exit(STOPPED[signal.Signals(number).name])
 
 
 def _connect(*, has_forks: bool) -> bool:
@@ -210,12 +256,24 @@ def _check_certificates() -> None:
         check_tls(files)
 
 
+def _check_open_files() -> None:
+    """Refuse a limit of open files with which Ray's processes would hang or end."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < _MIN_FILES:
+        raise ClusterError(
+            "local",
+            f"needs {_MIN_FILES} open files per process, and the limit is {limit}; raise it, for "
+            f"instance with ulimit -n {_MANY_FILES}",
+        )
+
+
 def _start_here(*, has_forks: bool) -> None:
     import ray
 
     _check_certificates()
+    _check_open_files()
     changes = (_redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker)
-    with _changed(*changes):
+    with _without_hangups(), _changed(*changes):
         try:
             ray.init(
                 address="local",
@@ -370,6 +428,20 @@ def _without_dashboard() -> Iterator[None]:
         _replaced(utils, "get_dashboard_dependency_error", lambda: missing),
     ):
         yield
+
+
+@contextmanager
+def _without_hangups() -> Iterator[None]:
+    """Let the processes that start inside this context outlive a terminal that closes.
+
+    SIGHUP reaches every process of the terminal, and the run needs Ray's for its last checkpoint.
+    Ray does the same with SIGINT. The processes end with the driver.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

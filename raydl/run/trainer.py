@@ -166,17 +166,26 @@ def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tu
 
 @contextmanager
 def _stop_on_signal(controller: Controller) -> Iterator[None]:
-    """Stop with a checkpoint at the first SIGINT or SIGTERM, at once at the second."""
+    """Stop with a checkpoint at the first SIGINT, SIGTERM or SIGHUP.
+
+    At once at a second SIGINT or SIGTERM. SIGHUP comes twice when a terminal closes: the kernel and
+    the shell send it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        signal.signal(number, signal.default_int_handler)
-        controller.request_stop(name)
+        if number == signal.SIGHUP:
+            ray_session.leave_closed_terminal()
+        else:
+            signal.signal(number, signal.default_int_handler)
+        controller.request_stop(signal.Signals(number).name)
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if ray_session.handles_hangup():
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from raydl.core.reports import Outcome
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
-from raydl.errors import RaydlError
+from raydl.errors import STOPPED, RaydlError
 from raydl.redaction import redact
 from raydl.run.progress_reporter import LOGGER, ProgressReporter, ProgressView, Silent
 from raydl.run.recorder import RunRecorder
@@ -195,7 +195,8 @@ def worker_status(entry: WorkerEntry, now: float) -> WorkerStatus:
 def end_state(error: BaseException, *, stop_reason: str = "") -> str:
     """Return the last state of a run that an error ended, in one line."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        signal = "SIGTERM" if isinstance(error, SystemExit) else "SIGINT"
+        code = error.code if isinstance(error, SystemExit) else STOPPED["SIGINT"]
+        signal = next((name for name, status in STOPPED.items() if status == code), "SIGTERM")
         return f"stopped by {stop_reason or signal} at once, without a last checkpoint"
     lines = str(error).strip().splitlines()
     if isinstance(error, RaydlError):

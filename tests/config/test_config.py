@@ -98,6 +98,10 @@ from raydl.run.trainer import Trainer
             lambda: ElasticConfig(lease_s=float("inf")),
             "elastic.lease_s must be a positive number of seconds, got inf",
         ),
+        (
+            lambda: ElasticConfig(max_step_s=0),
+            "elastic.max_step_s must be a positive number of seconds, got 0",
+        ),
         (lambda: ElasticConfig(quorum=0.0), "elastic.quorum must be in (0, 1], got 0.0"),
         (lambda: ElasticConfig(quorum=1.5), "elastic.quorum must be in (0, 1], got 1.5"),
         (lambda: ElasticConfig(quorum=float("nan")), "elastic.quorum must be in (0, 1], got nan"),

@@ -336,6 +336,25 @@ def test_a_worker_stuck_in_a_failed_exchange_is_left_out_and_rejoins():
     assert harness.log_lines[-1] == "generation 3: w1 returns"
 
 
+@pytest.mark.parametrize("is_sync", [True, False])
+def test_a_blocked_read_costs_no_worker_and_a_stuck_loop_is_replaced(is_sync):
+    harness = ControllerHarness((2, 2), is_sync=is_sync).start()
+
+    def wait(seconds):
+        """Let w0 wait for w1, which answers but stays in a step and uses no CPU."""
+        for _ in range(seconds):
+            harness.now += 1.0
+            step = {"step_s": 0.1, "generation": 1, "local_step": 6}
+            harness.step(report("w0", 5, waiting_s=1.0, **step), report("w1", 5, **step))
+
+    wait(299)
+    assert not [line for line in harness.log_lines if "lost" in line]
+    wait(3)
+    stuck = "w1 was lost: it is stuck: one step has taken 301 s (elastic.max_step_s, or "
+    assert [line for line in harness.log_lines if line.startswith(stuck)]
+    assert "w2" in harness.controller.worker_registry, "it is replaced"
+
+
 def test_remaining_samples_wait_for_the_worker_that_has_claimed_them():
     harness = ControllerHarness((1, 2)).start()
     harness.controller.worker_registry.leave_out(("w1",))

@@ -123,6 +123,46 @@ def test_a_lost_member_ends_the_generation_and_the_others_form_the_next_one():
     assert harness.poll_all("w1", "w2", generation=2) == [("w1", "w2")] * 2
 
 
+def test_a_member_whose_process_has_ended_is_lost_without_a_wait_for_its_lease():
+    harness = rendezvous_of_three(2)
+    assert harness.poll_all("w1", "w2", generation=2) == [None, None]
+    harness.rendezvous.lose(["w0", "of another run"])
+    assert harness.poll_all("w1", "w2", generation=2) == [("w1", "w2")] * 2
+    assert harness.rendezvous.may_have_ended() == []
+    harness.rendezvous.lose(["w0"])  # again
+    assert harness.heartbeat("w1", 3) is Signal.GO_ON
+
+
+def test_a_process_may_have_ended_if_a_heartbeat_is_late_or_others_wait_for_it():
+    harness = rendezvous_of_three(2)
+    assert harness.rendezvous.may_have_ended() == []
+    harness.now += 0.5
+    assert harness.rendezvous.may_have_ended() == []
+    harness.now += 0.15
+    assert harness.rendezvous.may_have_ended() == ["w0", "w1", "w2"]
+    for worker_id in ("w0", "w1", "w2"):
+        harness.heartbeat(worker_id, 2)
+    harness.poll("w1", 2)  # its exchange has failed
+    assert sorted(harness.rendezvous.may_have_ended()) == ["w0", "w2"]
+
+
+def test_a_waiting_worker_whose_process_has_ended_is_not_invited():
+    harness = RendezvousHarness((2, 2))
+    harness.poll("w0")
+    harness.rendezvous.lose(["w0"])
+    assert harness.poll_all("w1") == [None]
+    assert harness.poll_all("w1", "w2") == [("w1", "w2")] * 2
+
+
+def test_by_messages_a_member_whose_process_has_ended_leaves_the_others_in_their_generations():
+    harness = message_rendezvous((3, 3))
+    harness.poll_all("w0", "w1", "w2")
+    harness.rendezvous.note_center()
+    harness.rendezvous.lose(["w1"])
+    assert harness.rendezvous.membership.worker_ids == ("w0", "w2")
+    assert harness.heartbeat("w0", 1) is Signal.GO_ON
+
+
 def test_survivors_wait_for_the_others_no_longer_than_a_lease():
     harness = rendezvous_of_three(2)
     assert harness.poll_all("w0", "w1", generation=2) == [None, None]
@@ -524,6 +564,23 @@ def test_a_worker_whose_answer_was_lost_registers_again_under_the_same_id():
     first = server.register("w1", server._terms, "token 1")
     assert server.register("w1", server._terms, "token 1") == first == "w1"
     assert server.register("w1", server._terms, "token 2") != first
+    loops.stop()
+
+
+@pytest.mark.parametrize("name", ["sync-easgd", "async-easgd", "original-easgd"])
+def test_the_others_train_on_at_once_when_a_process_has_ended(name):
+    loops = Loops(name, (1, 3), period=1, lease_s=1000.0)
+    for worker_id in ("w0", "w1"):
+        loops.start(worker_id)
+    loops.wait_for_steps(["w0", "w1"], 2)
+    server = loops.threads.server
+    loops.dead.add("w1")
+    deadline = time.monotonic() + 20
+    while loops.seen["w0"][0] != 1:
+        server.lose_ended(lambda actor_id, _: actor_id == "w1")
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    loops.wait_for_steps(["w0"], 1)
     loops.stop()
 
 

@@ -10,11 +10,13 @@ LATE = "is late and left out"
 
 
 class RegistryHarness:
-    """A registry with a lease of 10 s and first steps of up to 60 s, by a clock of the test."""
+    """A registry with steps of up to 10 s and first steps of up to 60 s, by a clock of the test."""
 
-    def __init__(self, *worker_ids, training=True):
+    def __init__(self, *worker_ids, training=True, max_step_s=10.0):
         self.now = 1000.0
-        self.registry = WorkerRegistry(lease_s=10.0, first_step_s=60.0, clock=lambda: self.now)
+        self.registry = WorkerRegistry(
+            lease_s=10.0, max_step_s=max_step_s, first_step_s=60.0, clock=lambda: self.now
+        )
         self.generation = 0
         for worker_id in worker_ids:
             self.registry.add(worker_id)
@@ -231,7 +233,23 @@ def test_a_worker_that_is_lost_while_left_out_is_not_absent_any_more():
 # stuck
 
 
-def test_a_worker_is_stuck_beyond_its_lease_where_steps_are_short():
+def test_a_step_that_waits_for_a_read_is_not_bounded_by_the_lease_of_a_worker_that_answers():
+    harness = RegistryHarness("w0", max_step_s=300.0)
+    harness.report("w0", local_step=5)
+    harness.stay_in_step("w0", 300.0, local_step=5)  # it uses no CPU
+    assert harness.registry.stuck() == []
+    harness.stay_in_step("w0", 0.5, local_step=5)
+    assert harness.registry.stuck() == [("w0", 300.5)]
+
+
+def test_a_longest_step_beyond_the_time_of_a_busy_worker_holds_too():
+    harness = RegistryHarness("w0", max_step_s=3600.0)
+    harness.report("w0", local_step=5)
+    harness.stay_in_step("w0", 3600.0, local_step=5)
+    assert harness.registry.stuck() == []
+
+
+def test_a_worker_is_stuck_beyond_the_longest_step_where_steps_are_short():
     harness = RegistryHarness("w0")
     harness.report("w0", local_step=5, step_s=0.1)
     harness.stay_in_step("w0", 10.0, local_step=5, step_s=0.1)

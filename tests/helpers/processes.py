@@ -103,6 +103,13 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
+def driver_of(command: int) -> int:
+    """Return the process id of a run's driver, which is a child of the command's process."""
+    words = command_of(command)
+    children = processes_that(lambda pid: parent_of(pid) == command and command_of(pid) == words)
+    return children[0] if children else command
+
+
 def kill_with_descendants(pids: Iterable[int]) -> None:
     """Kill processes with all their descendants.
 

@@ -65,7 +65,8 @@ class Threads:
         def register(preferred_id: str | None) -> tuple[RendezvousServer, str]:
             with self._lock:
                 self.server = self.server or RendezvousServer("run", job, options)
-            return self.server, self.server.register(preferred_id, options)
+            process = (preferred_id or "", 0)  # as if each worker were an actor with that id
+            return self.server, self.server.register(preferred_id, options, None, process)
 
         rendezvous = RendezvousClient(
             "run",

@@ -42,7 +42,7 @@ def registered(monkeypatch):
 
     def register(*actors):
         found = FakeRendezvousActors(*actors)
-        context = SimpleNamespace(get_job_id=lambda: "job")
+        context = SimpleNamespace(get_job_id=lambda: "job", get_actor_id=lambda: "actor")
         fake = SimpleNamespace(get=get, get_runtime_context=lambda: context)
         monkeypatch.setattr(attach, "ray", fake)
         monkeypatch.setattr(attach, "_RETRY_S", 0.0)

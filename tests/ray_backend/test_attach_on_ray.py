@@ -18,6 +18,7 @@ from raydl.errors import AttachError
 pytestmark = pytest.mark.cluster
 
 BOUND_S = 200
+LEASE_S = 1000.0  # far beyond BOUND_S: only Ray's word tells that a process has ended
 STEPS_MORE, STEPS_TO_LEARN = 30, 200
 
 
@@ -67,7 +68,7 @@ class LoopActor:
             method=method,
             name=name,
             num_workers=num_workers,
-            elastic=ElasticConfig(lease_s=4.0),
+            elastic=ElasticConfig(lease_s=LEASE_S),
             start_timeout_s=BOUND_S,
         ) as elastic:
             self.loss_at_start, self.elastic = score(model), elastic

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -190,6 +191,7 @@ def init(monkeypatch):
 
     def init(**how):
         fake.calls.append(how)
+        fake.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         assert fake.may_end.wait(60)
         if fake.problem:
             raise fake.problem
@@ -198,10 +200,11 @@ def init(monkeypatch):
     monkeypatch.setattr(ray_session, "_beginning", None)
     monkeypatch.setattr(ray_session.atexit, "register", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
     yield fake
     fake.may_end.set()
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
@@ -211,8 +214,39 @@ def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
     assert ray_session.connect() is True
     assert init.may_end.is_set()
     assert [how["address"] for how in init.calls] == ["local"]
-    with pytest.raises(SystemExit):  # the handler ends Ray, too
-        signal.raise_signal(signal.SIGTERM)
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        with pytest.raises(SystemExit) as caught:  # an exception ends Ray, too
+            signal.raise_signal(number)
+        assert caught.value.code == status
+
+
+def test_sighup_stays_ignored_under_nohup(init):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    init.may_end.set()
+    ray_session.connect()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_the_processes_of_ray_outlive_a_terminal_that_closes(init):
+    init.may_end.set()
+    ray_session.connect()
+    assert init.blocked == {signal.SIGHUP}, "they inherit what the thread that starts them blocks"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_a_limit_of_open_files_with_which_ray_would_hang_is_refused(init):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (127, before[1]))
+    try:
+        with pytest.raises(ClusterError) as caught:
+            ray_session.connect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert str(caught.value) == (
+        "the Ray cluster of this run needs 128 open files per process, and the limit is 127; "
+        "raise it, for instance with ulimit -n 1024"
+    )
+    assert init.calls == []
 
 
 @pytest.mark.parametrize("has_forks", [True, False])

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch.distributed
 from clusters import ClusterRun, start_cluster
-from processes import command_of, descendants_of, listeners_of
+from processes import command_of, descendants_of, driver_of, listeners_of
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
@@ -57,7 +57,10 @@ def our_processes(run):
         for node in run.cluster.list_all_nodes()
     ]
     below = [pid for raylet in raylets for pid in descendants_of(raylet)]
-    return [run.process.pid, *(pid for pid in below if command_of(pid)[0].startswith(OURS))]
+    return [
+        driver_of(run.process.pid),
+        *(pid for pid in below if command_of(pid)[0].startswith(OURS)),
+    ]
 
 
 def answer_to_a_call(host, port, name):

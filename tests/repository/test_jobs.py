@@ -15,7 +15,13 @@ from pathlib import Path
 
 import pytest
 from clusters import free_port, free_ports
-from processes import command_of, environment_of, kill_with_descendants, processes_that
+from processes import (
+    command_of,
+    environment_of,
+    kill_with_descendants,
+    parent_of,
+    processes_that,
+)
 from repository import ROOT
 
 from raydl import cli
@@ -234,12 +240,13 @@ class TestRealJobs:
         long = options_for(100_000)
         with head.submit("killed", *long, own=("--retries", "1")) as (process, log):
             until(lambda: checkpoints_of(run), log.read_text)
-            [driver] = [
+            drivers = [
                 pid
                 for pid in processes_naming("raydl-runs/killed")
                 if "raydl\0train" in "\0".join(command_of(pid))
             ]
-            os.kill(driver, signal.SIGKILL)
+            [parent] = [pid for pid in drivers if parent_of(pid) not in drivers]
+            os.kill(parent, signal.SIGKILL)
             until(lambda: "resuming from round" in log.read_text(), log.read_text)
             before = checkpoints_of(run)
             until(lambda: checkpoints_of(run) - before, log.read_text)

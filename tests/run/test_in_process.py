@@ -1,7 +1,9 @@
 """A run in one process, ``--workers 0``: it has one worker, and no other machine."""
 
+import dataclasses
 import json
 import math
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -166,3 +168,28 @@ def test_the_one_worker_resumes_the_first_state_whatever_the_id_of_its_worker():
     assert _own_states(SimpleNamespace(own_states={}), in_process) == {}
     two = TrainConfig(scaling=raydl.ScalingConfig(num_workers=2))
     assert _own_states(start, two) == start.own_states
+
+
+class HangsUp(raydl.Callback):
+    """Sends this process a signal at the first score, as often as told."""
+
+    def __init__(self, number, times):
+        self.number, self.times = number, times
+
+    def evaluated(self, evaluated):
+        for _ in range(self.times):
+            signal.raise_signal(self.number)
+        self.times = 0
+
+
+def test_a_terminal_that_closes_stops_a_run_with_a_checkpoint(tmp_path):
+    before = signal.getsignal(signal.SIGHUP)
+    hangs_up = HangsUp(signal.SIGHUP, 2)  # the kernel sends it, and then the shell
+    run = trainer(tmp_path / "run", hangs_up)
+    run.config = dataclasses.replace(
+        run.config, training=raydl.TrainingConfig(epochs=1000, batch_size=8)
+    )
+    result = run.fit()
+    assert result.stopped_by == "SIGHUP"
+    assert CheckpointStore(Storage(str(tmp_path / "run"))).read()[0] is not None
+    assert signal.getsignal(signal.SIGHUP) is before

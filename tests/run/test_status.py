@@ -280,6 +280,8 @@ def test_a_run_that_was_stopped_names_the_signal():
         (Exception("ray::f()\n  File a\nKeyError: 'x'\n"), "failed: KeyError: 'x'"),
         (KeyboardInterrupt(), "stopped by SIGINT at once, without a last checkpoint"),
         (SystemExit(15), "stopped by SIGTERM at once, without a last checkpoint"),
+        (SystemExit(143), "stopped by SIGTERM at once, without a last checkpoint"),
+        (SystemExit(129), "stopped by SIGHUP at once, without a last checkpoint"),
     ],
 )
 def test_an_error_becomes_one_line(error, state):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from clusters import ClusterRun, actor_pids, removable_nodes, start_cluster
-from processes import resident_bytes, stopped_processes
+from processes import driver_of, resident_bytes, stopped_processes
 from safetensors.torch import load_file
 
 from benchmarks import counting
@@ -95,7 +95,7 @@ def test_a_run_with_random_faults_ends_like_an_undisturbed_one(undisturbed, tmp_
             run.until_training(4)
             while run.process.poll() is None:
                 faults.inject()
-                sizes.append(resident_bytes(run.process.pid))
+                sizes.append(resident_bytes(driver_of(run.process.pid)))
                 deadline = time.monotonic() + faults.random.uniform(5, 15)
                 while time.monotonic() < deadline and run.process.poll() is None:
                     time.sleep(0.2)
