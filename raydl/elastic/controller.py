@@ -516,6 +516,7 @@ class Controller:
             return
         if not self._has_center(run):
             return
+        self._worker_pool.request_again()  # what had ended the training may have been lost
         waited_s = self._clock() - self._state_since
         if self._is_idle and self._worker_pool.are_all_absent():
             self._log(
@@ -580,7 +581,7 @@ class Controller:
         states = self._worker_pool.states_for(membership.worker_ids)
         self._worker_group.form(membership, self._round, states)
         self._run = Generation(membership, self._round, is_changing=not self._method.is_sync)
-        self.worker_registry.formed(membership)
+        self.worker_registry.formed(membership, entering=membership.worker_ids)
         self._worker_pool.note_formed(membership)
         self._center_manager.formed(membership.generation, self._round)
         self._stop_voted = self._is_idle = False  # votes end with their generation
@@ -632,7 +633,7 @@ class Controller:
         new = tuple(w for w in membership.worker_ids if w not in run.membership)
         self._worker_group.change(membership, self._worker_pool.states_for(new))
         run.change(membership)
-        self.worker_registry.formed(membership)
+        self.worker_registry.formed(membership, entering=new)
         times = self._center_manager.checkpoint_times
         if not times.collecting:  # newcomers have not kept the states voted for
             times.voted = False
@@ -669,6 +670,7 @@ class Controller:
             self._worker_pool.count_loss(end.worker_id, end.problem)
         is_idle = outcome is Outcome.REGROUP and self.state is State.TRAINING
         self._is_idle = is_idle and self._method.is_sync
+        self.outcome = self._finished_at = None  # it may have finished with a center that was lost
         self._enter(State.WAITING)
 
     def _is_explained(self, run: Generation) -> bool:
@@ -732,8 +734,10 @@ class Controller:
         self._enter(State.DONE)
 
     def _collect_last(self, run: Generation) -> None:
-        is_held = self._round in self._center_manager.published and not self._center_manager.is_lost
-        if not is_held and not self._has_center(run):
+        if not self._holds_end():
+            self._after_generation(
+                run
+            )  # the center was lost: whether this is the end is open again
             return
         if self.outcome is Outcome.FINISHED:
             self._finished_at = self._round
@@ -744,6 +748,12 @@ class Controller:
                 f"{_SILENCE_S:.0f} s; the same command with --resume resumes from the newest "
                 f"checkpoint"
             )
+
+    def _holds_end(self) -> bool:
+        """Whether the center holds the round that the training ended with, and what it knew."""
+        center, is_early = self._center_manager, self.outcome is Outcome.STOPPED or self.ended_by
+        is_held = self._round in center.published and not center.is_lost
+        return is_held and (bool(is_early) or center.is_complete)
 
     @property
     def _waits_for_files(self) -> bool:

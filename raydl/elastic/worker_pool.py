@@ -98,6 +98,12 @@ class WorkerPool:
         self._num_requests += 1
         self._worker_registry.add(worker_id, reserves_cpu=reserves_cpu)
 
+    def request_again(self) -> None:
+        """Request the missing workers, if the run has stopped requesting but has to train on."""
+        if not self.is_requesting:
+            self.is_requesting = True
+            self._request_missing()
+
     def _request_missing(self) -> list[str]:
         """Request the workers and the spares that are missing; return their ids."""
         requested, registry = [], self._worker_registry
@@ -553,10 +559,11 @@ class WorkerPool:
     def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
         """Return the states that newcomers start from: their own, or a leaver's replica."""
         states = {w: self._own_states.pop(w) for w in worker_ids if w in self._own_states}
-        for worker_id in states.keys() & self._handover_since.keys():
-            del self._handover_since[worker_id]
-            self._worker_group.forget(states[worker_id])  # the worker has it in memory
-            self._lost_residuals.note_taken(states[worker_id])
+        for worker_id, state in states.items():
+            if worker_id in self._handover_since:
+                del self._handover_since[worker_id]
+                self._worker_group.forget(state)  # the worker has it in memory
+                self._lost_residuals.note_taken(state)
         return states
 
     def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:
