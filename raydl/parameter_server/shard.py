@@ -119,7 +119,7 @@ class _Cell:
 
     def remember(self, members: dict[str, int]) -> None:
         """Begin to note which messages of newcomers are applied; forget long-gone workers."""
-        present = set(members.items())
+        present = dict.fromkeys(members.items())  # by rank: the oldest are forgotten first
         for key in present:
             self.applied.setdefault(key, -1)
         former = [key for key in list(self.applied) if key not in present]

@@ -117,7 +117,9 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
         "num_gpus": resources.pop("GPU", 0),
         "resources": resources or None,
         "scheduling_strategy": "SPREAD",
-        "label_selector": {"ray.io/node-id": f"!in({','.join(not_on)})"} if not_on else None,
+        "label_selector": {"ray.io/node-id": f"!in({','.join(sorted(not_on))})"}
+        if not_on
+        else None,
     }
 
 

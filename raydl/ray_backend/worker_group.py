@@ -473,6 +473,11 @@ class RayWorkerGroup:
         self._forget("evaluator")
         return [GaveUp("evaluation", f"the evaluator has scored nothing for {_SCORE_S:.0f} s")]
 
+    @property
+    def _started(self) -> list[str]:
+        """The workers whose processes have started, in the order of their requests."""
+        return [worker_id for worker_id in self._workers if worker_id in self._places]
+
     def _poll_processes(self) -> None:
         """Poll all processes, except those that owe an answer, twice a second at most."""
         now = time.monotonic()
@@ -480,7 +485,9 @@ class RayWorkerGroup:
             return
         self._polled_at = now
         polled = {call.who for call in self._calls if self._is_poll(call)}
-        for worker_id in self._places.keys() & self._workers.keys() - polled:
+        for worker_id in self._started:
+            if worker_id in polled:
+                continue
             ref = self._workers[worker_id].report.remote()
             self._calls.expect(ref, worker_id, _on_report, can_wait=True)
             self._heartbeats.expect_answer(worker_id)
@@ -638,7 +645,7 @@ class RayWorkerGroup:
             address,
             snapshot,
             self._shards,
-            tuple(self._fired),
+            tuple(sorted(self._fired)),
             goes_on=own_state is not None,  # which the worker has
         )
         self._calls.expect(ref, worker_id, self._on_run_ended, generation=generation)
@@ -657,7 +664,7 @@ class RayWorkerGroup:
 
     def abandon(self, generation: int) -> None:
         """Have the workers of a generation leave at once."""
-        for worker_id in self._places.keys() & self._workers.keys():
+        for worker_id in self._started:
             self._workers[worker_id].abandon.remote(generation)
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -665,7 +672,7 @@ class RayWorkerGroup:
         if not self._job.method.is_sync:
             self._center.vote.remote(generation, votes)
             return
-        for worker_id in self._places.keys() & self._workers.keys():
+        for worker_id in self._started:
             self._workers[worker_id].vote.remote(generation, votes)
 
     def publish(self, worker_id: str) -> None:
@@ -802,7 +809,7 @@ class RayWorkerGroup:
 
     def waiting_for(self) -> str:
         """Return what the workers that have not started wait for, in a few words."""
-        pending = [self._workers[w] for w in self._workers.keys() - self._places.keys()]
+        pending = [worker for w, worker in self._workers.items() if w not in self._places]
         return describe_pending(pending, self._job.config.scaling)
 
 
