@@ -244,6 +244,8 @@ class Controller:
         timeout_s, self._is_new_state = 0.0 if self._is_new_state else _POLL_S, False
         for event in self._worker_group.poll(timeout_s):
             self._on_event(event)
+        # Not between two events: the loss of a newcomer may be one of them.
+        self._worker_pool.hand_over()
         # The start of the workers has priority over a score of the center that they start from.
         has_begun = self._run is not None or self.state is State.FINISHING
         if has_begun and self.outcome is not Outcome.STOPPED and self._failure.error is None:
@@ -307,7 +309,6 @@ class Controller:
         match event:
             case WorkerReady(worker_id, node) if worker_id in self.worker_registry:
                 self.worker_registry.note_ready(worker_id, node)
-                self._worker_pool.hand_over()
             case Draining(worker_id, left_s) if worker_id in self.worker_registry:
                 self._worker_pool.drain(worker_id, left_s)
             case Published():
@@ -342,6 +343,7 @@ class Controller:
                 self._center_manager.note_scoring(num_samples)
             case Collected():
                 self._center_manager.note_collected(event)
+                self._worker_pool.note_trained(event.snapshot.progress.num_samples)
                 is_last = event.snapshot.progress.round == self._finished_at
                 self._recorder.checkpoint(
                     dataclasses.replace(event, is_last=is_last, unfrozen=self.unfrozen)
@@ -413,6 +415,7 @@ class Controller:
         for number, worker_id in published.faults:
             self._log(self.planned_faults.note(number, worker_id))
         self.note_refused(published.process, published.refused)
+        self._note_trained(published.records)
         self._add_records(published.records, f"center {published.process}", published.sent_s)
 
     def _on_report(self, report: WorkerReport) -> None:
@@ -429,6 +432,7 @@ class Controller:
         if run is None or not run.is_present(report.worker_id):
             return
         run.reports[report.worker_id] = report
+        self._note_trained(report.records)  # of any rank: rank 0 may be lost again and again
         self.stragglers.note_round(report.round, report.round_s)
         self.stragglers.resume(self._clock(), report.generation)
         if report.worker_id == run.membership.worker_ids[0]:
@@ -438,9 +442,12 @@ class Controller:
         run = self._run
         if run is None:
             return
-        if self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s):
-            self._worker_pool.note_progress()
+        self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s)
         self._center_manager.checkpoint_times.epoch = self._curves.epoch
+
+    def _note_trained(self, records: tuple[Record, ...]) -> None:
+        for record in records:
+            self._worker_pool.note_trained(record.progress.num_samples)
 
     def _on_run_ended(self, end: RunEnded) -> None:
         run = self._run

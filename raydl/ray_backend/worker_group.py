@@ -703,8 +703,6 @@ class RayWorkerGroup:
 
     def hand_over(self, worker_id: str, state: SavedState) -> None:
         """Have a worker read the replica of a leaver, or send it if the worker cannot read it."""
-        if worker_id not in self._workers:  # its loss is among the events of the same poll
-            return
         worker, task = self._workers[worker_id], f"handover to {worker_id}"
 
         def after(problem: Exception | None) -> list[Event]:

@@ -195,6 +195,14 @@ def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_continues():
     assert ("form", 2, ("w2", "w3"), 7) in harness.step(TookOver("w2"), TookOver("w3"))
 
 
+def test_no_replica_goes_to_a_newcomer_whose_loss_is_among_the_same_news():
+    harness = ControllerHarness().start().after(Draining("w1"), WorkerReady("w2"))
+    harness.step(*harness.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    calls = harness.step(HandedIn("w1", {"mine": 1}), Lost("w2", DIED))
+    assert not any(call[0] in ("hand_over", "forget") for call in calls)
+    assert ("hand_over", "w3", {"mine": 1}) in harness.step(WorkerReady("w3"))
+
+
 def test_replicas_that_newcomers_have_read_are_deleted_in_the_order_of_their_ranks():
     leavers, newcomers = [f"w{i}" for i in range(8)], [f"w{i}" for i in range(8, 16)]
     harness = ControllerHarness(8).start(*leavers).after(*map(Draining, leavers))
