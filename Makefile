@@ -18,7 +18,7 @@ BENCH_OPTIONS ?=
 # Short runs do not replace the results.
 BENCH_OUT = $(if $(findstring quick,$(BENCH_OPTIONS)),,--out benchmarks/results)
 
-.PHONY: train test test-fast test-cluster test-slow soak mutants nightly test-gpu bench docs dist lint check clean help
+.PHONY: train test test-fast test-cluster test-slow soak seeds mutants nightly test-gpu bench docs dist lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -79,6 +79,9 @@ test-slow: $(VENV)/installed-dev  ## the tests that take minutes
 
 soak: $(VENV)/installed-dev  ## minutes of kills, halts and new nodes at random
 	$(BIN)/pytest -m slow -s tests/whole_runs/test_soak.py
+
+seeds: $(VENV)/installed-dev  ## simulate 12,000 runs with random faults, some minutes
+	$(BIN)/python tests/seeds.py
 
 $(VENV)/installed-mutants: $(VENV)/installed-dev
 	$(PIP) --editable '.[mutants]'

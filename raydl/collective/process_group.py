@@ -209,7 +209,7 @@ class TorchGroup:
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         before, after = self._rank - 1, self._rank + 1
-        peers = tuple({before % self._num_workers, after % self._num_workers})
+        peers = tuple(dict.fromkeys((before % self._num_workers, after % self._num_workers)))
         addresses = [f"0/{peer}" for peer in peers]  # gloo's names for them
         store = self.store  # abort() clears the attribute
         problem = self._why_give_up(deadline)

@@ -256,7 +256,7 @@ def _check_replicas(config: TrainConfig, method: Method) -> None:
     if not method.is_sync or not method.has_local_steps:
         problem = f"is for sync methods with local steps, not for {method.name}"
         raise ConfigError("method.group_size", problem)
-    for count in {max(1, scaling.min_workers), max(1, scaling.max_workers)}:
+    for count in (max(1, scaling.min_workers), max(1, scaling.max_workers)):
         if count % size:
             problem = f"must divide scaling.num_workers, got {size} and {count}"
             raise ConfigError("method.group_size", problem)

@@ -289,12 +289,13 @@ class Ledger:
             members: workers that keep their reservations; None: the workers in ``keep``.
         """
         keep = set(keep)
-        for worker_id in set(self._reserved) - set(keep if members is None else members):
+        members = keep if members is None else set(members)
+        for worker_id in [w for w in self._reserved if w not in members]:
             self.num_changes += 1
             for epoch, span in self._reserved.pop(worker_id):
                 self._free[epoch] = sorted([*self._free[epoch], span])
                 self._count_unreserved(epoch, _size([span]))
-        return sum(self.give_back(w) for w in set(self._claimed) - keep)
+        return sum(self.give_back(w) for w in [w for w in self._claimed if w not in keep])
 
     def state_dict(self, *, with_claims: bool = False) -> dict[str, Any]:
         """Return the state as plain values, reservations included.

@@ -257,7 +257,8 @@ class Feed:
             self._upcoming = [step.rows for step in self._steps] + later
             # Other workers have claimed the remaining batches. Cancel these fetches before their
             # row groups leave the cache.
-            for key in self._prefetched.keys() - {rows.tobytes() for rows in self._upcoming}:
+            upcoming = {rows.tobytes() for rows in self._upcoming}
+            for key in [key for key in self._prefetched if key not in upcoming]:
                 self._prefetched.pop(key).cancel()
             self._cancel_later()
             self._prefetch_blocks()
@@ -299,10 +300,10 @@ class Feed:
 
         The next round fetches again. For a score in the same process, and for the end of a run.
         """
-        self._cancel(set(self._prefetched))
+        self._cancel(list(self._prefetched))
         wait(self._prefetched.values())
 
-    def _cancel(self, keys: set[bytes]) -> None:
+    def _cancel(self, keys: list[bytes]) -> None:
         """Cancel fetches that have not begun."""
         for key in keys:
             if self._prefetched[key].cancel():
@@ -315,7 +316,7 @@ class Feed:
         """Cancel fetches for later rounds that would delay a batch of this one."""
         of_round = self._keys_of_round()
         if not of_round <= self._prefetched.keys():
-            self._cancel(self._prefetched.keys() - of_round)
+            self._cancel([key for key in self._prefetched if key not in of_round])
 
     def _fetch_ahead(self) -> None:
         """Fetch the next batches, up to a number in this round, and in all of them.

@@ -245,6 +245,8 @@ class Controller:
         timeout_s, self._is_new_state = 0.0 if self._is_new_state else _POLL_S, False
         for event in self._worker_group.poll(timeout_s):
             self._on_event(event)
+        # Not between two events: the loss of a newcomer may be one of them.
+        self._worker_pool.hand_over()
         # The start of the workers has priority over a score of the center that they start from.
         has_begun = self._run is not None or self.state is State.FINISHING
         if has_begun and self.outcome is not Outcome.STOPPED and self._failure.error is None:
@@ -308,7 +310,6 @@ class Controller:
         match event:
             case WorkerReady(worker_id, node) if worker_id in self.worker_registry:
                 self.worker_registry.note_ready(worker_id, node)
-                self._worker_pool.hand_over()
             case Draining(worker_id, left_s) if worker_id in self.worker_registry:
                 self._worker_pool.drain(worker_id, left_s)
             case Published():
@@ -343,6 +344,7 @@ class Controller:
                 self._center_manager.note_scoring(num_samples)
             case Collected():
                 self._center_manager.note_collected(event)
+                self._worker_pool.note_trained(event.snapshot.progress.num_samples)
                 is_last = event.snapshot.progress.round == self._finished_at
                 self._recorder.checkpoint(
                     dataclasses.replace(event, is_last=is_last, unfrozen=self.unfrozen)
@@ -414,6 +416,7 @@ class Controller:
         for number, worker_id in published.faults:
             self._log(self.planned_faults.note(number, worker_id))
         self.note_refused(published.process, published.refused)
+        self._note_trained(published.records)
         self._add_records(published.records, f"center {published.process}", published.sent_s)
 
     def _on_report(self, report: WorkerReport) -> None:
@@ -430,6 +433,7 @@ class Controller:
         if run is None or not run.is_present(report.worker_id):
             return
         run.reports[report.worker_id] = report
+        self._note_trained(report.records)  # of any rank: rank 0 may be lost again and again
         self.stragglers.note_round(report.round, report.round_s)
         self.stragglers.resume(self._clock(), report.generation)
         if report.worker_id == run.membership.worker_ids[0]:
@@ -439,9 +443,12 @@ class Controller:
         run = self._run
         if run is None:
             return
-        if self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s):
-            self._worker_pool.note_progress()
+        self._curves.add_records(records, run.reports, sender=sender, sent_s=sent_s)
         self._center_manager.checkpoint_times.epoch = self._curves.epoch
+
+    def _note_trained(self, records: tuple[Record, ...]) -> None:
+        for record in records:
+            self._worker_pool.note_trained(record.progress.num_samples)
 
     def _on_run_ended(self, end: RunEnded) -> None:
         run = self._run
@@ -517,6 +524,7 @@ class Controller:
             return
         if not self._has_center(run):
             return
+        self._worker_pool.request_again()  # what had ended the training may have been lost
         waited_s = self._clock() - self._state_since
         if self._is_idle and self._worker_pool.are_all_absent():
             self._log(
@@ -581,7 +589,7 @@ class Controller:
         states = self._worker_pool.states_for(membership.worker_ids)
         self._worker_group.form(membership, self._round, states)
         self._run = Generation(membership, self._round, is_changing=not self._method.is_sync)
-        self.worker_registry.formed(membership)
+        self.worker_registry.formed(membership, entering=membership.worker_ids)
         self._worker_pool.note_formed(membership)
         self._center_manager.formed(membership.generation, self._round)
         self._stop_voted = self._is_idle = False  # votes end with their generation
@@ -633,7 +641,7 @@ class Controller:
         new = tuple(w for w in membership.worker_ids if w not in run.membership)
         self._worker_group.change(membership, self._worker_pool.states_for(new))
         run.change(membership)
-        self.worker_registry.formed(membership)
+        self.worker_registry.formed(membership, entering=new)
         times = self._center_manager.checkpoint_times
         if not times.collecting:  # newcomers have not kept the states voted for
             times.voted = False
@@ -670,6 +678,7 @@ class Controller:
             self._worker_pool.count_loss(end.worker_id, end.problem)
         is_idle = outcome is Outcome.REGROUP and self.state is State.TRAINING
         self._is_idle = is_idle and self._method.is_sync
+        self.outcome = self._finished_at = None  # it may have finished with a center that was lost
         self._enter(State.WAITING)
 
     def _is_explained(self, run: Generation) -> bool:
@@ -733,8 +742,10 @@ class Controller:
         self._enter(State.DONE)
 
     def _collect_last(self, run: Generation) -> None:
-        is_held = self._round in self._center_manager.published and not self._center_manager.is_lost
-        if not is_held and not self._has_center(run):
+        if not self._holds_end():
+            self._after_generation(
+                run
+            )  # the center was lost: whether this is the end is open again
             return
         if self.outcome is Outcome.FINISHED:
             self._finished_at = self._round
@@ -745,6 +756,12 @@ class Controller:
                 f"{_SILENCE_S:.0f} s; the same command with --resume resumes from the newest "
                 f"checkpoint"
             )
+
+    def _holds_end(self) -> bool:
+        """Whether the center holds the round that the training ended with, and what it knew."""
+        center, is_early = self._center_manager, self.outcome is Outcome.STOPPED or self.ended_by
+        is_held = self._round in center.published and not center.is_lost
+        return is_held and (bool(is_early) or center.is_complete)
 
     @property
     def _waits_for_files(self) -> bool:

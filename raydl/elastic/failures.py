@@ -95,6 +95,7 @@ class RunFailure:
         self._log = log
         self._num_rollbacks = 0
         self._rollback_epoch = -1
+        """The furthest epoch with a rollback."""
         self._bad_center_in = 0
 
     def stop_with(self, name: str, error: Exception, why: str) -> None:
@@ -125,7 +126,7 @@ class RunFailure:
         if is_of_center and generation == self._bad_center_in:  # in rounds each worker reports it
             return
         self._bad_center_in = generation if is_of_center else self._bad_center_in
-        if epoch != self._rollback_epoch:
+        if epoch > self._rollback_epoch:  # an epoch that is trained again has no budget of its own
             self._rollback_epoch, self._num_rollbacks = epoch, 0
         self._num_rollbacks += 1
         limit, never = self._config.max_rollbacks, self._config.on_worker_error == "stop"

@@ -16,7 +16,7 @@ _NUM_SENDERS = 4
 
 
 class RecordForwarder:
-    """Forwards records, and reports whether the training makes progress.
+    """Forwards records.
 
     Records arrive several at a time, when their process is polled. Their times are by the clock of
     that process; its fastest recent message gives the offset to the driver's clock.
@@ -28,8 +28,6 @@ class RecordForwarder:
 
     def __init__(self, recorder: Recorder, clock: Callable[[], float]) -> None:
         self.last: Record | None = None
-        self._most = -1
-        """The most samples of any record: those that are trained again are no progress."""
         self._recorder = recorder
         self._clock = clock
         self._delays: dict[str, deque[float]] = {}
@@ -46,8 +44,8 @@ class RecordForwarder:
         *,
         sender: str,
         sent_s: float,
-    ) -> bool:
-        """Forward records with the newest reports; return whether one has more samples than ever.
+    ) -> None:
+        """Forward records with the newest reports.
 
         Args:
             records: new records, oldest first; may be empty.
@@ -62,13 +60,9 @@ class RecordForwarder:
         self._delays[sender] = delays
         if len(self._delays) > _NUM_SENDERS:
             del self._delays[next(iter(self._delays))]
-        has_progress = False
         for record in records:
-            has_progress |= record.progress.num_samples > self._most
-            self._most = max(self._most, record.progress.num_samples)
             # By the driver's clock, neither before the last record nor in the future.
             at_s = record.at_s + min(delays)
             at_s = min(now, max(self.last.at_s if self.last else at_s, at_s))
             self.last = dataclasses.replace(record, at_s=at_s)
             self._recorder.record(self.last, reports)
-        return has_progress

@@ -646,4 +646,5 @@ class RendezvousServer(CenterEndpoint):
             self.center_server.begin_generation(membership)
             snapshot = self.center_server.snapshot()
         self._starts = {w: s for w, s in self._starts.items() if w in self._members}
-        self._starts.update(dict.fromkeys(self._members - before, snapshot))
+        newcomers = [w for w in membership.worker_ids if w not in before]
+        self._starts.update(dict.fromkeys(newcomers, snapshot))

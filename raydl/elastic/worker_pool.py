@@ -76,6 +76,8 @@ class WorkerPool:
         self._members: tuple[str, ...] = ()
         """The workers of the newest generation, by rank."""
         self._num_losses = 0
+        self._most_trained = -1
+        """The most samples that a record or a collected checkpoint had."""
         self._num_requests = 0
         self._request_number: dict[str, int] = {}
         self._next_loss_from = 0
@@ -97,6 +99,12 @@ class WorkerPool:
         self._request_number[worker_id] = self._num_requests
         self._num_requests += 1
         self._worker_registry.add(worker_id, reserves_cpu=reserves_cpu)
+
+    def request_again(self) -> None:
+        """Request the missing workers, if the run has stopped requesting but has to train on."""
+        if not self.is_requesting:
+            self.is_requesting = True
+            self._request_missing()
 
     def _request_missing(self) -> list[str]:
         """Request the workers and the spares that are missing; return their ids."""
@@ -334,9 +342,14 @@ class WorkerPool:
                 f"more than elastic.max_restarts allows",
             )
 
-    def note_progress(self) -> None:
-        """Note that the training makes progress: the count of losses starts again."""
-        self._num_losses = self._next_loss_from = 0
+    def note_trained(self, num_samples: int) -> None:
+        """Note how many samples are trained: if more than ever, the count of losses starts again.
+
+        Those that are trained again after a loss are no progress.
+        """
+        if num_samples > self._most_trained:
+            self._most_trained = num_samples
+            self._num_losses = self._next_loss_from = 0
 
     # handovers
 
@@ -398,7 +411,7 @@ class WorkerPool:
         return max(0, self._max_workers - taken)
 
     def note_handed_in(self, worker_id: str, state: SavedState | None, why_none: str = "") -> None:
-        """Note that the storage has the replica of a leaver, and hand it to a newcomer.
+        """Note that the storage has the replica of a leaver, which a newcomer may get.
 
         Args:
             worker_id: the leaver.
@@ -418,15 +431,11 @@ class WorkerPool:
         residual = entry.report.residual if entry.report else 0.0
         self._lost_residuals.pass_on(state, worker_id, residual)
         self._handed_in.append(state)
-        self.hand_over()
-        # The newcomer may have been lost, and the replica would soon be out of date.
-        num_newcomers = self._num_newcomers()
-        surplus, self._handed_in = self._handed_in[num_newcomers:], self._handed_in[:num_newcomers]
-        for state in surplus:
-            self._forget_state(state)
 
     def hand_over(self) -> None:
         """Hand replicas from leavers to workers that are ready and have not trained."""
+        if not self._handed_in:  # the usual case
+            return
         held_back = self._held_back()
         for worker_id in sorted(self._worker_registry.in_phase(Phase.READY), key=self._join_key()):
             is_joining = worker_id not in held_back
@@ -434,6 +443,11 @@ class WorkerPool:
                 state = self._own_states[worker_id] = self._handed_in.pop(0)
                 self._handover_since[worker_id] = self._clock()
                 self._worker_group.hand_over(worker_id, state)
+        # The newcomer may have been lost, and the replica would soon be out of date.
+        num_newcomers = self._num_newcomers()
+        surplus, self._handed_in = self._handed_in[num_newcomers:], self._handed_in[:num_newcomers]
+        for state in surplus:
+            self._forget_state(state)
 
     def note_state_unreadable(self, worker_id: str) -> None:
         """Note that a worker of a resumed run could not read its state; it needs a replica."""
@@ -553,10 +567,11 @@ class WorkerPool:
     def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
         """Return the states that newcomers start from: their own, or a leaver's replica."""
         states = {w: self._own_states.pop(w) for w in worker_ids if w in self._own_states}
-        for worker_id in states.keys() & self._handover_since.keys():
-            del self._handover_since[worker_id]
-            self._worker_group.forget(states[worker_id])  # the worker has it in memory
-            self._lost_residuals.note_taken(states[worker_id])
+        for worker_id, state in states.items():
+            if worker_id in self._handover_since:
+                del self._handover_since[worker_id]
+                self._worker_group.forget(state)  # the worker has it in memory
+                self._lost_residuals.note_taken(state)
         return states
 
     def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,8 +244,14 @@ class WorkerRegistry:
         ]
         return max(ages, key=lambda age: age[0])[1] if ages else None
 
-    def formed(self, membership: Membership) -> None:
-        """Note that the members of a new membership train, and that former members stand by."""
+    def formed(self, membership: Membership, *, entering: Sequence[str]) -> None:
+        """Note that the members of a new membership train, and that former members stand by.
+
+        Args:
+            membership: the new membership.
+            entering: the members that enter their loops now. The others are in them already, or
+                have left them for good: their copies of the center and their replicas count.
+        """
         now = self._clock()
         for entry in self._entries.values():
             if entry.worker_id not in membership and not entry.in_loop:
@@ -254,9 +260,10 @@ class WorkerRegistry:
             entry = self._entries[worker_id]
             if entry.phase not in (Phase.TRAINING, Phase.LEAVING):
                 self._enter(worker_id, Phase.TRAINING)
-            if not entry.in_loop:
-                entry.in_loop = entry.has_trained = True
-                entry.generation, entry.moved_at = membership.generation, now
+        for worker_id in entering:
+            entry = self._entries[worker_id]
+            entry.in_loop = entry.has_trained = True
+            entry.generation, entry.moved_at = membership.generation, now
         self._causes.clear()
 
     def cause_of(self, worker_id: str) -> str:

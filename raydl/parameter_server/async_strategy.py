@@ -86,7 +86,7 @@ class AsyncStrategy:
         open_ = {s: f.message for s, f in self._context.feedback.items() if f.message is not None}
         applied = {
             generation: self._client.applied(self._session.next_message_id(), generation)
-            for generation in {generation for generation, _ in open_.values()}
+            for generation in sorted({generation for generation, _ in open_.values()})
         }
         squares = 0.0
         for span, (generation, number) in open_.items():

@@ -293,13 +293,13 @@ class Coordinator:
             member = self._admit(message_id)
             if self._method.strategy == "round_robin" and member.is_awaited:
                 self._wait(message_id, lambda: not missing(), missing)
-            if member.answered is not None:  # a repeated call
-                return member.answered[1]
-            member.local_step, member.has_entered = local_step, True
-            assignment = self._assignment(message_id.worker_id, keep=None)
-            member.answered = message_id.sequence, assignment
-            self._changed.notify_all()
-            return assignment
+            if member.calls.is_first("enter", message_id):
+                member.local_step, member.has_entered = local_step, True
+                assignment = self._assignment(message_id.worker_id, keep=None)
+                member.answered = message_id.sequence, assignment
+                self._changed.notify_all()
+            assert member.answered is not None
+            return member.answered[1]
 
     def _wait(
         self, message_id: MessageId, is_true: Callable[[], bool], missing: Callable[[], list[str]]
@@ -447,7 +447,7 @@ class Coordinator:
                 return
             worker_id = message_id.worker_id
             member = self._members[worker_id]
-            if member.has_closed:  # a repeated call
+            if not member.calls.is_first("leave_generation", message_id):
                 return
             member.has_closed = True
             answered = member.answered
@@ -561,28 +561,33 @@ class Coordinator:
         """
         with self._changed:
             member = self._admit(message_id)
-            if member.turn == message_id.sequence:  # a repeated call
-                return
             absent = self._members.not_entered
-            # Not before all have entered: a turn ends with a claim, which comes after all first
-            # claims. A worker's request for its next turn may overtake the end of its last one.
+
+            def is_due() -> bool:
+                # Not before all have entered: a turn ends with a claim, which comes after all first
+                # claims. A worker's request for its next turn may overtake the end of its last one.
+                is_holder = self._holder() == message_id.worker_id
+                return is_holder and not member.has_turn and not absent()
+
             self._wait(
                 message_id,
-                lambda: (
-                    self._holder() == message_id.worker_id and member.turn is None and not absent()
-                ),
+                lambda: member.calls.has("take_turn", message_id) or is_due(),
                 lambda: absent() or [self._holder() or "nobody"],
             )
-            member.turn = message_id.sequence
+            if member.calls.is_first("take_turn", message_id):
+                member.has_turn = True
+                self._changed.notify_all()  # other copies of this call
 
     def end_turn(self, message_id: MessageId) -> None:
         """Pass the turn to the next rank."""
         with self._changed:
             if self._members.refusal(message_id):
                 return
-            self._members[message_id.worker_id].turn = None
-            self._turns.end(message_id.worker_id)
-            self._changed.notify_all()
+            member = self._members[message_id.worker_id]
+            if member.calls.is_first("end_turn", message_id):
+                member.has_turn = False
+                self._turns.end(message_id.worker_id)
+                self._changed.notify_all()
 
     def _holder(self) -> str | None:
         return self._turns.holder(lambda worker_id: self._members[worker_id].takes_turns)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raydl.core.membership import Membership
-from raydl.parameter_server.protocol import Assignment, Completion, MessageId, refusal_of
+from raydl.parameter_server.protocol import (
+    AppliedCalls,
+    Assignment,
+    Completion,
+    MessageId,
+    refusal_of,
+)
 
 
 @dataclass
@@ -34,8 +40,10 @@ class Member:
     """Its newest assignment tells it to leave."""
     has_closed: bool = False
     """It has left, and all its messages are answered."""
-    turn: int | None = None
-    """Sequence number of the message that holds the turn."""
+    has_turn: bool = False
+    """Whether it has taken its turn and not ended it."""
+    calls: AppliedCalls = field(default_factory=AppliedCalls)
+    """Its calls that were applied, by method."""
     answered: tuple[int, Assignment] | None = None
     """Sequence number of the newest message answered with an assignment, and the assignment."""
 

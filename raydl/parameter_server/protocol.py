@@ -8,6 +8,7 @@ home shard answers the last message of a round with an assignment: what to do ne
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +32,37 @@ class MessageId:
     generation: int
     """The generation that the worker entered; the membership may have changed since."""
     sequence: int
+
+
+class AppliedCalls:
+    """The calls of one member that were applied: the rule for all calls that may be sent again.
+
+    A call is sent again, under the same number, if its connection broke. The center may then have
+    two copies of it, at once or one long after the other. The copy that gets first to where it
+    changes anything is applied; any other is only answered. The numbers of one kind of call rise,
+    so a call with a lower number than an applied one was applied too, or nobody waits for it.
+
+    The caller holds a lock.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[Hashable, int] = {}
+
+    def has(self, kind: Hashable, message_id: MessageId) -> bool:
+        """Return whether a copy of a call was applied.
+
+        Args:
+            kind: the method that is called, or for a push the span that it moves.
+            message_id: of the call.
+        """
+        return message_id.sequence <= self._newest.get(kind, -1)
+
+    def is_first(self, kind: Hashable, message_id: MessageId) -> bool:
+        """Note that a call is being applied; return False if a copy of it was, see ``has``."""
+        if self.has(kind, message_id):
+            return False
+        self._newest[kind] = message_id.sequence
+        return True
 
 
 def refusal_of(message_id: MessageId, entered: int | None, generation: int) -> str:

@@ -190,8 +190,8 @@ class RayPendingResponse:
             except GetTimeoutError as error:
                 raise self._timeout() from error
             except ActorUnavailableError as error:
-                # The call may or may not have run. With the same sequence number, the resent call
-                # is applied once in either case.
+                # The call may have run, may run still, or may never run. It is sent again under the
+                # same number, so that it is applied once in each case: see ``AppliedCalls``.
                 self._check_abandoned()
                 if time.monotonic() >= deadline:
                     raise self._error(str(error).strip()) from error

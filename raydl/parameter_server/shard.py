@@ -25,6 +25,7 @@ from raydl.core.rules import Rule, Sends, Tally, mix_buffers_
 from raydl.data.ledger import Span
 from raydl.parameter_server.protocol import (
     NOTHING,
+    AppliedCalls,
     Assignment,
     CellAddress,
     MessageId,
@@ -119,7 +120,7 @@ class _Cell:
 
     def remember(self, members: dict[str, int]) -> None:
         """Begin to note which messages of newcomers are applied; forget long-gone workers."""
-        present = set(members.items())
+        present = dict.fromkeys(members.items())  # by rank: the oldest are forgotten first
         for key in present:
             self.applied.setdefault(key, -1)
         former = [key for key in list(self.applied) if key not in present]
@@ -206,7 +207,8 @@ class Shard:
             self._cells[(start, stop)] = _Cell(center, lock, mapped)
         self._state_lock = threading.Lock()
         """For the members, the counters and the buffers; each cell has its own lock."""
-        self._newest: dict[str, dict[Span, int]] = {}
+        self._calls: dict[str, AppliedCalls] = {}
+        """By member, its messages that were applied, by span."""
         self._generation = 0
         self._entered: dict[str, int] = {}
         self.num_refused = 0
@@ -235,7 +237,7 @@ class Shard:
                 worker_id: before.get(worker_id, membership.generation)
                 for worker_id in membership.worker_ids
             }
-            self._newest = {w: self._newest[w] if w in before else {} for w in members}
+            self._calls = {w: self._calls[w] if w in before else AppliedCalls() for w in members}
         for cell in self._cells.values():
             if self._rule.sends is not Sends.WEIGHTS:  # weights leave out nothing
                 cell.remember(members)
@@ -316,11 +318,9 @@ class Shard:
 
     def _is_new(self, request: Request) -> bool:
         """Record the message; return whether it is the first copy. The caller holds the lock."""
-        newest, number = self._newest[request.message_id.worker_id], request.message_id.sequence
-        if number <= newest.get(request.span, -1):
+        if not self._calls[request.message_id.worker_id].is_first(request.span, request.message_id):
             self.num_repeated += 1
             return False
-        newest[request.span] = number
         if not self._codec and request.span in self._cells:
             self._cells[request.span].note_applied(request.message_id)
         return True

@@ -134,7 +134,7 @@ class MappedCell:
         Args:
             entered: by worker, the generation that it entered.
         """
-        for worker_id in self._slots.keys() - entered.keys():
+        for worker_id in [w for w in self._slots if w not in entered]:
             self._words[self._slots.pop(worker_id)] = 0
         free = iter(sorted({*range(_SLOTS, self._words.size)} - {*self._slots.values()}))
         for worker_id, generation in entered.items():

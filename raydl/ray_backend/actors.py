@@ -137,7 +137,7 @@ class CenterActor(CenterEndpoint):
             None if job.method.is_sync else CenterServer(job, snapshot, node=node_here())
         )
         # This may not be the requested node: Ray uses another one if that is unusable.
-        return node_here(), os.getpid()
+        return Place.here()
 
     # In its own threads; further waiters queue. In rounds all other calls share one thread, as does
     # ``set_key``, which they wait for.
@@ -290,7 +290,7 @@ class ShardActor:
     def ping(self) -> tuple[int, Place, Refused]:
         """Return (index of the shard, its place, the messages it has refused)."""
         refused = Refused(self._process, self._shard.num_refused)
-        return self._index, (node_here(), os.getpid()), refused
+        return self._index, Place.here(), refused
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return the memory that a worker on a node may map."""
@@ -318,8 +318,9 @@ class WorkerActor:
     """
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> None:
-        """Answer: this process runs."""
+    def ping(self) -> Place:
+        """Answer that this process runs, and where."""
+        return Place.here()
 
     def setup(
         self,
@@ -345,11 +346,11 @@ class WorkerActor:
                 sends the state.
             test: the test set, if the workers score the center.
         """
-        self._job, node = job, node_here()
+        self._job, place = job, Place.here()
         self._partition = Partition()
         self._injector = Injector(
             job.faults.for_workers,
-            ProcessInflicts(self._partition, lambda s: drain_node(node, deadline_s=s)),
+            ProcessInflicts(self._partition, lambda s: drain_node(place.node, deadline_s=s)),
             self._announce,
         )
         self._lock = threading.Lock()
@@ -376,7 +377,7 @@ class WorkerActor:
             raise_if_of_machine(worker_id, error)
             raise
         freeze_objects()
-        return (node, os.getpid()), self._own_state is not None
+        return place, self._own_state is not None
 
     def _publish(self, snapshot: Snapshot) -> None:
         self._partition.hold()

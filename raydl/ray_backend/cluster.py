@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -20,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raydl.config import ScalingConfig
 from raydl.errors import ResourceError
 from raydl.ray_backend import ray_version
-from raydl.ray_backend.liveness import Times, times_of
+from raydl.ray_backend.liveness import Times, kill_local, start_of, times_of
 from raydl.ray_backend.session import draining_nodes, nodes_to_add
 
 _CHECK_EVERY_S = 1.0
@@ -32,8 +31,21 @@ _known_to_add: list[tuple[str, dict[str, float], int]] = []
 
 START_S = 120.0
 """The longest start of a process, in seconds: to import torch on a busy machine takes tens."""
-Place = tuple[str, int]
-"""Location of a process: (node by hex id, process id)."""
+
+
+class Place(NamedTuple):
+    """Where a process runs."""
+
+    node: str
+    """Its node, by hex id."""
+    pid: int
+    start: int | None = None
+    """See ``liveness.start_of``; None: not known yet, so that it cannot be killed by its id."""
+
+    @classmethod
+    def here(cls) -> Place:
+        """Return the place of this process."""
+        return cls(node_here(), os.getpid(), start_of(os.getpid()))
 
 
 class Notices:
@@ -75,32 +87,35 @@ def node_here() -> str:
 
 
 def kill_process(place: Place, *, home: str) -> None:
-    """Kill a process by its id, on any node: a stopped process receives no call."""
-    node, pid = place
-    if node == home:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
-    _kill_here.options(scheduling_strategy=where).remote(pid)
+    """Kill a process by its id, on any node: a stopped process receives no call.
+
+    A process that has ended is no error, and neither is another one that has its id now.
+    """
+    if place.node == home:
+        kill_local(place.pid, place.start)
+    else:
+        _on(place, kill_local, place.pid, place.start)
 
 
 def request_times(place: Place) -> Any:
     """Request the times of a process from its node; return the reference of the answer."""
-    node, pid = place
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
-    return _times_here.options(scheduling_strategy=where).remote(pid)
+    return _on(place, times_of, place.pid)
+
+
+def request_start(place: Place) -> Any:
+    """Request from its node when a process started; return the reference of the answer."""
+    return _on(place, start_of, place.pid)
+
+
+def _on(place: Place, act: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on a process's node; return the reference of the answer."""
+    where = NodeAffinitySchedulingStrategy(place.node, soft=False)
+    return _call.options(scheduling_strategy=where).remote(act, *arguments)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _times_here(pid: int) -> Times | None:
-    return times_of(pid)
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _kill_here(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def _call(act: Callable[..., Any], *arguments: Any) -> Any:
+    return act(*arguments)
 
 
 def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dict[str, Any]:
@@ -117,7 +132,9 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
         "num_gpus": resources.pop("GPU", 0),
         "resources": resources or None,
         "scheduling_strategy": "SPREAD",
-        "label_selector": {"ray.io/node-id": f"!in({','.join(not_on)})"} if not_on else None,
+        "label_selector": {"ray.io/node-id": f"!in({','.join(sorted(not_on))})"}
+        if not_on
+        else None,
     }
 
 
@@ -175,7 +192,7 @@ def place_of(worker: ActorHandle) -> Place | None:
     with suppress(*_RAY_ERRORS):
         actor = _known_of(worker)
         if actor.get("Pid"):
-            return actor["Address"]["NodeID"], actor["Pid"]
+            return Place(actor["Address"]["NodeID"], actor["Pid"])
     return None
 
 

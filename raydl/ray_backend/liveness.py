@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -46,6 +47,31 @@ def times_of(pid: int) -> Times | None:
     ticks = int(fields[11]) + int(fields[12])
     cpu_s = ticks / os.sysconf("SC_CLK_TCK")
     return Times(cpu_s, fields[0], _has_runnable_thread(pid), time.monotonic())
+
+
+def start_of(pid: int) -> int | None:
+    """Return when a local process started, in clock ticks since its machine did.
+
+    None: it has ended, or this is not Linux.
+    """
+    try:
+        return int(_stat_fields(Path(f"/proc/{pid}/stat"))[19])
+    except OSError:
+        return None
+
+
+def kill_local(pid: int, start: int | None) -> None:
+    """Kill a local process by its id, if it is still the one that started then.
+
+    The id of a process that has ended may be that of another one, and not of this run.
+
+    Args:
+        pid: its id.
+        start: what ``start_of`` returned for it.
+    """
+    if start_of(pid) == start:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _has_runnable_thread(pid: int) -> bool:

@@ -55,12 +55,13 @@ from raydl.ray_backend.cluster import (
     kill_process,
     node_here,
     place_of,
+    request_start,
     request_times,
     send_by_value,
     spare_options,
     worker_options,
 )
-from raydl.ray_backend.liveness import Liveness, Times, times_of
+from raydl.ray_backend.liveness import Liveness, Times, start_of, times_of
 from raydl.ray_backend.pending_calls import Call, PendingCalls, in_few_words, original
 from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.state_transfer import Handovers, RayState, feed
@@ -163,6 +164,8 @@ class RayWorkerGroup:
         self._spares: dict[str, str] = {}
         """By worker that was requested as a hot spare, the node that it was requested on."""
         self._places: dict[str, Place] = {}
+        self._found: dict[str, Place] = {}
+        """Of processes that have not started yet, and of the evaluator."""
         self._calls = PendingCalls()
         self._heartbeats = Heartbeats(job.config.elastic.lease_s)
         self._starts = StartTimeouts(job.config.elastic.max_busy_s)
@@ -314,8 +317,9 @@ class RayWorkerGroup:
         self._avoided = avoided
         return True
 
-    def _on_alive(self, worker_id: str, _: None) -> list[Event]:
+    def _on_alive(self, worker_id: str, place: Place) -> list[Event]:
         self._starts.end(worker_id)
+        self._found[worker_id] = place
         return []
 
     def _on_set_up(
@@ -370,6 +374,7 @@ class RayWorkerGroup:
     def _forget(self, who: str) -> None:
         self._calls.forget(lambda call: call.who == who)
         self._places.pop(who, None)
+        self._found.pop(who, None)
         self._heartbeats.answer(who)
         self._starts.end(who)
         self._setups.end(who)
@@ -448,7 +453,27 @@ class RayWorkerGroup:
     def _place_of_starting(self, who: str) -> Place | None:
         """Return the place of a worker or a shard that starts."""
         actor = self._workers[who] if who in self._workers else self._shards[_index_of(who)]
-        return place_of(actor)
+        return self._find(who, actor)
+
+    def _find(self, who: str, actor: ActorHandle) -> Place | None:
+        """Return where Ray has put a process that may not answer; None: it waits for a place.
+
+        At first sight its node is asked when the process started.
+        """
+        place = self._found.get(who)
+        if place is None and (place := place_of(actor)) is not None:
+            if place.node == self._home:
+                place = place._replace(start=start_of(place.pid))
+            else:
+                ask = partial(self._on_start_known, who, place)
+                self._calls.expect(request_start(place), who, ask, task="start")
+            self._found[who] = place
+        return place
+
+    def _on_start_known(self, who: str, place: Place, start: int | None) -> list[Event]:
+        if self._found.get(who) == place:
+            self._found[who] = place._replace(start=start)
+        return []
 
     def _is_placed(self, who: str) -> bool:
         if not ray_version.is_seen() and who not in self._workers:
@@ -464,16 +489,23 @@ class RayWorkerGroup:
 
     def _end_silent_evaluator(self) -> list[Event]:
         """End an evaluator whose evaluation makes no progress; the next one starts another."""
-        if self._evaluator is None or time.monotonic() - self._scored_at <= _SCORE_S:
+        if self._evaluator is None:
+            return []
+        place = self._find("evaluator", self._evaluator)
+        if time.monotonic() - self._scored_at <= _SCORE_S:
             return []
         if not any(call.task == "evaluation" for call in self._calls):
             return []
-        place = place_of(self._evaluator)
         if place is not None:  # it may be stopped, and receive no call
             kill_process(place, home=self._home)
         self._end_evaluator()
         self._forget("evaluator")
         return [GaveUp("evaluation", f"the evaluator has scored nothing for {_SCORE_S:.0f} s")]
+
+    @property
+    def _started(self) -> list[str]:
+        """The workers whose processes have started, in the order of their requests."""
+        return [worker_id for worker_id in self._workers if worker_id in self._places]
 
     def _poll_processes(self) -> None:
         """Poll all processes, except those that owe an answer, twice a second at most."""
@@ -482,7 +514,9 @@ class RayWorkerGroup:
             return
         self._polled_at = now
         polled = {call.who for call in self._calls if self._is_poll(call)}
-        for worker_id in self._places.keys() & self._workers.keys() - polled:
+        for worker_id in self._started:
+            if worker_id in polled:
+                continue
             ref = self._workers[worker_id].report.remote()
             self._calls.expect(ref, worker_id, _on_report, can_wait=True)
             self._heartbeats.expect_answer(worker_id)
@@ -578,10 +612,10 @@ class RayWorkerGroup:
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
         if call.task == "progress":  # the call that evaluates fails as well
             return []
+        if call.task in ("times", "start"):  # ``Liveness`` notices that the node does not answer
+            return []
         if call.who == "evaluator":
             self._end_evaluator()
-        if call.task == "times":  # ``Liveness`` notices that the node does not answer
-            return []
         if call.task == "backup":  # another one will follow
             self._backup.is_requested = False
             return []
@@ -640,7 +674,7 @@ class RayWorkerGroup:
             address,
             snapshot,
             self._shards,
-            tuple(self._fired),
+            tuple(sorted(self._fired)),
             goes_on=own_state is not None,  # which the worker has
         )
         self._calls.expect(ref, worker_id, self._on_run_ended, generation=generation)
@@ -659,7 +693,7 @@ class RayWorkerGroup:
 
     def abandon(self, generation: int) -> None:
         """Have the workers of a generation leave at once."""
-        for worker_id in self._places.keys() & self._workers.keys():
+        for worker_id in self._started:
             self._workers[worker_id].abandon.remote(generation)
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -667,7 +701,7 @@ class RayWorkerGroup:
         if not self._job.method.is_sync:
             self._center.vote.remote(generation, votes)
             return
-        for worker_id in self._places.keys() & self._workers.keys():
+        for worker_id in self._started:
             self._workers[worker_id].vote.remote(generation, votes)
 
     def publish(self, worker_id: str) -> None:
@@ -698,8 +732,6 @@ class RayWorkerGroup:
 
     def hand_over(self, worker_id: str, state: SavedState) -> None:
         """Have a worker read the replica of a leaver, or send it if the worker cannot read it."""
-        if worker_id not in self._workers:  # its loss is among the events of the same poll
-            return
         worker, task = self._workers[worker_id], f"handover to {worker_id}"
 
         def after(problem: Exception | None) -> list[Event]:
@@ -748,6 +780,7 @@ class RayWorkerGroup:
         if self._evaluator is not None:
             ray.kill(self._evaluator)
             self._evaluator = None
+            self._found.pop("evaluator", None)
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Collect the center of a round; the workers hold their states until they are written."""
@@ -804,7 +837,7 @@ class RayWorkerGroup:
 
     def waiting_for(self) -> str:
         """Return what the workers that have not started wait for, in a few words."""
-        pending = [self._workers[w] for w in self._workers.keys() - self._places.keys()]
+        pending = [worker for w, worker in self._workers.items() if w not in self._places]
         return describe_pending(pending, self._job.config.scaling)
 
 

@@ -189,7 +189,7 @@ class ControlChannel:
             time.sleep(POLL_S)
         self._try(self._poll)
         refusal = {"ok": False, "sentence": f"the run has ended ({status.state})"}
-        for request_id in self._received - self._answered:
+        for request_id in sorted(self._received - self._answered):
             self._answers.setdefault(request_id, refusal)
         self._try(self._write_answers)
 

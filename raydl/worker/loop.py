@@ -418,7 +418,7 @@ class Worker:
             residual=runner.residual,
             lost_residuals=runner.pop_lost_residuals(),
             ignores=self.replica.counter.ignores,
-            unfrozen=tuple(self.replica.flat.newly_trained),
+            unfrozen=tuple(sorted(self.replica.flat.newly_trained)),
             is_starting=self._feed.is_starting,
             sent_s=time.monotonic(),
             cpu_s=time.process_time(),

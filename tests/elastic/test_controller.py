@@ -6,7 +6,7 @@ Further tests of the controller are in the other ``test_controller_*`` files.
 import dataclasses
 
 import pytest
-from controller_harness import BOTH, ControllerHarness, record, report, scored
+from controller_harness import BOTH, DIED, ControllerHarness, collected, record, report, scored
 
 from raydl.core.worker_group import (
     Draining,
@@ -125,6 +125,33 @@ def test_losses_with_progress_between_them_are_not_in_a_row():
     for i in range(2, 9):
         harness.step(Lost(f"w{i}", "the actor died"), report("w0", i))
     assert harness.state is State.TRAINING
+
+
+def test_the_records_of_any_worker_are_progress_between_losses_of_rank_0():
+    harness = ControllerHarness((1, 3), max_restarts=2).start("w0", "w1", "w2")
+    for number in range(3, 20):
+        rank_0, *others = harness.worker_group.formed[-1].worker_ids
+        reports = [report(w, number) for w in others]
+        harness.step(Lost(rank_0, DIED), *reports, *harness.end("broken", number, *others))
+        harness.step(Published((0, number)), WorkerReady(f"w{number}", "node"))
+        harness.steps(3)
+        assert harness.state is State.TRAINING
+
+
+def test_a_checkpoint_that_was_collected_is_progress_between_losses():
+    harness = ControllerHarness((2, 3), max_restarts=2).start()
+    for number in range(2, 9):
+        harness.step(collected(number), Lost(f"w{number}", DIED))
+    assert harness.state is State.TRAINING
+
+
+def test_a_checkpoint_of_a_round_that_was_reached_before_is_no_progress_between_losses():
+    harness = ControllerHarness((2, 3), max_restarts=2).start()
+    harness.step(report("w0", 5))
+    for worker_id in ("w2", "w3"):
+        harness.step(collected(5), Lost(worker_id, DIED))
+    with pytest.raises(ProcessLostError, match=r"loss 3 in a row"):
+        harness.step(collected(4), Lost("w4", DIED))
 
 
 def test_rounds_that_are_trained_again_are_no_progress_between_losses():

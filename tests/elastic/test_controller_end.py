@@ -3,14 +3,22 @@
 import dataclasses
 
 import pytest
-from controller_harness import BOTH, ControllerHarness, collected, report, scored
+from controller_harness import BOTH, DIED, ControllerHarness, collected, report, scored
 
 from raydl.config import (
     OptimizerConfig,
 )
 from raydl.core.callbacks import StopAtAccuracy
 from raydl.core.reports import Outcome
-from raydl.core.worker_group import Changed, Draining, GaveUp, Lost, Published, Scoring
+from raydl.core.worker_group import (
+    Changed,
+    Draining,
+    GaveUp,
+    Lost,
+    Published,
+    Scoring,
+    WorkerReady,
+)
 from raydl.elastic.run_state import State
 from raydl.errors import RaydlError
 
@@ -283,13 +291,73 @@ def test_a_worker_that_drains_at_the_very_end_stays_until_its_state_is_collected
 
 
 @AT_THE_END
-def test_with_the_center_and_its_furthest_copies_lost_the_run_ends_with_an_earlier_round(finishing):
+def test_with_the_center_and_all_copies_lost_the_run_trains_on_from_an_earlier_round(finishing):
     gone = [Lost(name, "the node died") for name in ("w0", "w1", "center")]
     assert finishing.step(*gone) == [("rebuild_center", None)]
-    assert finishing.step(Published((0,)))[-1:] == [("collect", 0, ())]
-    finishing.step(collected(0), scored(0))
-    finishing.step()
+    finishing.step(Published((0,)))
+    assert (finishing.state, finishing.controller.outcome) == (State.WAITING, None)
+    calls = finishing.step()
+    assert [call for call in calls if call[0] == "request_worker"] == [
+        ("request_worker", "w2"),
+        ("request_worker", "w3"),
+    ]
+    finishing.step(collected(0), WorkerReady("w2"), WorkerReady("w3"))
+    assert ("form", 2, ("w2", "w3"), 0) in finishing.worker_group.calls
+    finishing.step(Changed(), *finishing.end("finished", 8, "w2", "w3"), Published((0, 8)))
+    assert ("collect", 8, ("w2", "w3")) in finishing.steps(2)
+    finishing.step(collected(8), report("w2", 8), report("w3", 8), scored(8))
     assert finishing.state is State.DONE
+    assert [c.is_last for c in finishing.recorder.checkpoints] == [False, True]
+
+
+@BOTH
+def test_a_run_whose_center_and_furthest_worker_are_lost_at_the_end_trains_the_rest(is_sync):
+    harness = ControllerHarness((1, 2), is_sync=is_sync).start()
+    ends = [*harness.end("finished", 9, "w0"), *harness.end("broken", 8, "w1")]
+    if not is_sync:
+        ends[1] = harness.end("finished", 8, "w1")[0]
+    harness.step(*ends, Published((0, 9)))
+    harness.now += 3.0
+    harness.step()
+    assert harness.state is State.FINISHING
+    assert harness.step(Lost("w0", DIED), Lost("center", DIED)) == [("rebuild_center", "w1")]
+    calls = harness.step(Published((8,), is_complete=is_sync)) + harness.steps(2)
+    assert ("form", 2, ("w1",), 8) in calls
+    assert ("request_worker", "w2") in calls
+    assert not any(call[0] == "collect" for call in calls)
+    assert harness.controller.outcome is None
+
+
+def test_a_center_that_is_rebuilt_with_fewer_claims_done_at_the_last_round_trains_the_rest():
+    harness = ControllerHarness(is_sync=False).start()
+    harness.step(*harness.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    harness.step(Lost("center", DIED))
+    harness.step(Published((9,), is_complete=False))
+    assert harness.state is State.WAITING
+    assert ("form", 2, ("w0", "w1"), 9) in harness.step()
+
+
+@BOTH
+def test_a_stopped_run_that_loses_its_center_and_its_workers_ends_with_what_is_left(is_sync):
+    harness = ControllerHarness(is_sync=is_sync).start()
+    harness.controller.request_stop("SIGTERM")
+    harness.step(*harness.end("stopped", 9, "w0", "w1"), Published((0, 9)))
+    gone = [Lost(name, DIED) for name in ("w0", "w1", "center")]
+    assert harness.step(*gone) == [("rebuild_center", None)]
+    calls = harness.step(Published((0,))) + harness.steps(3)
+    assert calls == [("collect", 0, ())], "and no worker is requested"
+    harness.step(collected(0))
+    assert (harness.state, harness.controller.outcome) == (State.DONE, Outcome.STOPPED)
+
+
+def test_a_run_that_a_callback_ended_early_is_not_trained_to_its_end_after_losses():
+    harness = ControllerHarness(is_sync=False, callbacks=[StopAtAccuracy(0.5)]).start()
+    harness.step(Published((0, 2)), scored(2))
+    harness.step(*harness.end("stopped", 3, "w0", "w1"), Published((0, 3), is_complete=False))
+    harness.step(Lost("w0", DIED), Lost("center", DIED))
+    calls = harness.step(Published((3,), is_complete=False)) + harness.steps(2)
+    assert ("collect", 3, ("w1",)) in calls
+    assert harness.controller.outcome is Outcome.FINISHED
 
 
 # results that do not arrive

@@ -177,6 +177,32 @@ def test_claims_of_a_lost_worker_are_trained_before_the_run_ends():
     assert harness.controller.outcome is Outcome.FINISHED
 
 
+def test_a_member_that_has_finished_is_not_stuck_while_the_others_train_what_is_left():
+    harness = training((1, 3), "w0", "w1", "w2").after(*training().end("finished", 40, "w0"))
+    harness.step(Lost("w2", DIED))
+    for round in range(40, 240):
+        harness.now += 0.5
+        harness.step(
+            Changed(), *(report(w, r, generation=1) for w, r in (("w0", 40), ("w1", round)))
+        )
+    assert not any("stuck" in line for line in harness.log_lines)
+
+
+def test_a_drained_member_that_has_finished_hands_in_after_a_change():
+    harness = training((1, 3), "w0", "w1", "w2").after(*training().end("finished", 40, "w0"))
+    calls = harness.step(Draining("w0"), Lost("w1", DIED))
+    calls += harness.step(Changed(), WorkerReady("w3"))
+    assert ("hand_in", "w0") in calls + harness.step(Changed())
+
+
+def test_the_center_is_rebuilt_from_a_member_that_had_finished_before_a_change():
+    harness = training((1, 3), "w0", "w1", "w2").after(*training().end("finished", 40, "w0"))
+    harness.step(Lost("w2", DIED))
+    harness.step(Changed(), Lost("center", DIED))
+    calls = harness.step(*harness.end("broken", 38, "w1", generation=1))
+    assert ("rebuild_center", "w0") in calls
+
+
 # the center
 
 

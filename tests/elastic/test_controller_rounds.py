@@ -195,6 +195,26 @@ def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_continues():
     assert ("form", 2, ("w2", "w3"), 7) in harness.step(TookOver("w2"), TookOver("w3"))
 
 
+def test_no_replica_goes_to_a_newcomer_whose_loss_is_among_the_same_news():
+    harness = ControllerHarness().start().after(Draining("w1"), WorkerReady("w2"))
+    harness.step(*harness.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    calls = harness.step(HandedIn("w1", {"mine": 1}), Lost("w2", DIED))
+    assert not any(call[0] in ("hand_over", "forget") for call in calls)
+    assert ("hand_over", "w3", {"mine": 1}) in harness.step(WorkerReady("w3"))
+
+
+def test_replicas_that_newcomers_have_read_are_deleted_in_the_order_of_their_ranks():
+    leavers, newcomers = [f"w{i}" for i in range(8)], [f"w{i}" for i in range(8, 16)]
+    harness = ControllerHarness(8).start(*leavers).after(*map(Draining, leavers))
+    harness.step(*harness.end("regroup", 7, *leavers), Published((0, 7)), scored(7))
+    harness.step(*(HandedIn(w, {"of": w}) for w in leavers), collected(7, *leavers))
+    harness.steps(2)
+    harness.step(*map(WorkerReady, newcomers))
+    calls = harness.step(*map(TookOver, newcomers))
+    deleted = [call[1]["of"] for call in calls if call[0] == "forget"]
+    assert deleted == leavers
+
+
 def test_a_run_below_the_minimum_of_workers_does_not_wait_for_ever():
     harness = ControllerHarness().start().after(Lost("w1", DIED))
     harness.step(*harness.end("broken", 7, "w0"), Published((0, 7)))

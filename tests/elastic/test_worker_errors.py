@@ -258,6 +258,20 @@ def test_each_epoch_counts_its_rollbacks_from_zero():
         step_until_reformed(harness)
 
 
+def test_an_epoch_that_is_trained_again_after_a_rollback_has_no_budget_of_its_own():
+    """The first batches of an epoch diverge, and the center's newest good copy is before them."""
+    harness = ControllerHarness().start()
+    for number in range(6):
+        harness.step(report("w0", 3 + number, epoch=4.0 + number % 2))
+        harness.step(diverged(harness, "w1"), *harness.end("broken", 3, "w0"))
+        if harness.controller._why_stop:
+            break
+        step_until_reformed(harness)
+    assert harness.controller._why_stop == (
+        "w1 diverged for the 4th time in this epoch, more often than elastic.max_rollbacks"
+    )
+
+
 # whole runs in this process
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from raydl.core.membership import Membership
 from raydl.core.reports import WorkerReport
-from raydl.elastic.worker_registry import Phase, WorkerRegistry
+from raydl.elastic.worker_registry import Copy, Phase, WorkerRegistry
 
 LATE = "is late and left out"
 
@@ -25,8 +25,11 @@ class RegistryHarness:
             self.form(*worker_ids)
 
     def form(self, *worker_ids):
+        self.change(*worker_ids, entering=worker_ids)
+
+    def change(self, *worker_ids, entering):
         self.generation += 1
-        self.registry.formed(Membership(self.generation, worker_ids))
+        self.registry.formed(Membership(self.generation, worker_ids), entering=entering)
 
     def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0, **more):
         self.registry.note_report(
@@ -106,6 +109,18 @@ def test_a_phase_keeps_its_beginning_while_a_worker_trains_on():
     harness.now = 1007.0
     harness.form("w0")
     assert harness.registry["w0"].since == 1003.0
+
+
+def test_a_member_that_has_left_its_loop_stays_out_of_it_while_others_join():
+    harness = RegistryHarness("w0", "w1")
+    harness.registry.left_loop("w0", Copy("w0", round=9))
+    harness.registry.add("w2")
+    harness.registry.note_ready("w2", "node")
+    harness.change("w0", "w1", "w2", entering=("w2",))
+    assert [e.in_loop for e in harness.registry.entries()] == [False, True, True]
+    assert harness.registry.newest_copy(since=0) == Copy("w0", round=9)
+    harness.stay_in_step("w0", 200.0)
+    assert "w0" not in dict(harness.registry.stuck())
 
 
 def test_workers_are_listed_in_the_order_of_their_requests():

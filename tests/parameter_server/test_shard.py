@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from coordinators import request
+from coordinators import Add, make_shard, request
 from mapped_cells import ASSIGNMENT, FakeCenterClient, open_exchange, open_shard
 
 from raydl.config import OptimizerConfig
@@ -596,3 +596,14 @@ def test_a_message_that_meets_the_removal_is_applied_and_known_or_neither(is_loc
         refusal = late.result(SOON_S).refusal
         assert known == (-1 if refusal else 0)
         assert lists(shard.state()) == [[0.0 if refusal else 1.0] * 4]
+
+
+def test_of_many_former_members_those_of_the_lowest_ranks_are_forgotten_first():
+    workers = [f"w{i}" for i in range(1100)]
+    shard = make_shard(Add(), 2)
+    shard.begin_generation(Membership(1, tuple(workers)))
+    for generation, members in ((2, ()), (3, ("new",))):
+        shard.change(Membership(generation, members))
+    known = [w for w in workers if shard.applied(w, 1)]
+    assert 0 < len(known) < len(workers)
+    assert known == workers[-len(known) :]

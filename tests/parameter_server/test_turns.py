@@ -1,11 +1,21 @@
 """Turns continue after joins and losses, and no worker waits for a lost one."""
 
 import pytest
-from coordinators import change, completing_request, enter, make_coordinator, start_blocking_call
+from coordinators import (
+    change,
+    completing_request,
+    enter,
+    make_coordinator,
+    make_shard,
+    start_blocking_call,
+    values_of,
+)
 from ensembles import Ensemble, tiny_images
 from message_jobs import message_job as job
 from scenarios import spans_of
 
+from raydl.core.membership import Membership
+from raydl.core.rules import Elastic
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.parameter_server.protocol import MessageId
 from raydl.worker.in_process import LocalCenterClient
@@ -36,6 +46,78 @@ def test_a_worker_that_waits_behind_a_lost_worker_gets_the_turn_at_once(pool):
     assert not third.done()
     coordinator.end_turn(MessageId("w1", 1, 2))
     third.result(timeout=30)
+
+
+def test_both_copies_of_a_call_that_waits_for_the_turn_return_when_it_comes(pool):
+    coordinator = in_turns("w0", "w1")
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    copies = [
+        start_blocking_call(pool, coordinator.take_turn, MessageId("w1", 1, 1)) for _ in range(2)
+    ]
+    coordinator.end_turn(MessageId("w0", 1, 2))
+    for copy in copies:
+        copy.result(timeout=30)
+    coordinator.end_turn(MessageId("w1", 1, 2))
+    turns(coordinator, "w0", "w1", "w0")
+
+
+def test_a_copy_of_a_call_for_the_turn_that_arrives_after_the_turn_takes_no_other(pool):
+    coordinator = in_turns("w0", "w1")
+    turns(coordinator, "w0", start=1)
+    coordinator.take_turn(MessageId("w0", 1, 2))  # at once, although it is w1's turn
+    turns(coordinator, "w1", start=1)
+    coordinator.take_turn(MessageId("w0", 1, 2))
+    turns(coordinator, "w0", "w1", start=2)
+
+
+@pytest.mark.parametrize("workers", [("w0",), ("w0", "w1")])
+def test_a_copy_of_the_end_of_a_turn_does_not_end_the_next_turn(workers, pool):
+    coordinator = in_turns(*workers)
+    for sequence in (1, 3):
+        for worker_id in workers:
+            coordinator.take_turn(MessageId(worker_id, 1, sequence))
+            coordinator.end_turn(MessageId(worker_id, 1, sequence + 1))
+    coordinator.take_turn(MessageId("w0", 1, 5))
+    coordinator.end_turn(MessageId("w0", 1, 4))
+    next = start_blocking_call(pool, coordinator.take_turn, MessageId(workers[-1], 1, 7))
+    coordinator.end_turn(MessageId("w0", 1, 6))
+    next.result(timeout=30)
+
+
+def test_after_a_turn_that_did_not_come_in_time_a_copy_of_the_call_may_still_take_it():
+    coordinator = in_turns("w0", "w1", timeout_s=0.1)
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    with pytest.raises(ExchangeTimeoutError):
+        coordinator.take_turn(MessageId("w1", 1, 1))
+    coordinator.end_turn(MessageId("w0", 1, 2))
+    coordinator.take_turn(MessageId("w1", 1, 1))
+
+
+def test_copies_of_every_call_change_nothing_whenever_they_arrive():
+    """All calls of a round, each sent once or again and again, at once or late."""
+
+    def train(num_copies):
+        coordinator = in_turns("w0", "w1", timeout_s=5.0)
+        shard = make_shard(Elastic(0.5), 2, coordinator=coordinator)
+        shard.begin_generation(Membership(1, ("w0", "w1")))
+        sent = []
+
+        def send(call, *arguments):
+            sent.append((call, arguments))
+            for call, arguments in num_copies * sent[-4:]:
+                call(*arguments)
+
+        for sequence in range(1, 30, 4):
+            for worker_id in ("w0", "w1"):
+                ids = [MessageId(worker_id, 1, sequence + i) for i in range(3)]
+                send(coordinator.take_turn, ids[0])
+                send(shard.exchange, completing_request(worker_id, sequence + 1, [1, 2]))
+                send(coordinator.end_turn, ids[2])
+        for worker_id in ("w0", "w1"):
+            send(coordinator.leave_generation, MessageId(worker_id, 1, 40))
+        return values_of(shard).tolist(), coordinator.state(), coordinator.pop_due()
+
+    assert train(3) == train(1)
 
 
 def test_a_removed_worker_that_waits_for_its_turn_is_refused(pool):

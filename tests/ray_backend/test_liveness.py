@@ -12,8 +12,8 @@ from controller_harness import ControllerHarness
 
 from raydl.core.worker_group import Busy
 from raydl.elastic.heartbeat import Heartbeats
-from raydl.ray_backend.cluster import kill_process
-from raydl.ray_backend.liveness import Liveness, Times, times_of
+from raydl.ray_backend.cluster import Place, kill_process
+from raydl.ray_backend.liveness import Liveness, Times, start_of, times_of
 
 
 def seen(cpu_s, state, at_s):
@@ -147,9 +147,25 @@ def test_a_stopped_process_of_this_node_is_killed():
     """A stopped process receives no call of Ray's, so no call can end it."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.kill(process.pid, signal.SIGSTOP)
-    kill_process(("this node", process.pid), home="this node")
+    place = Place("this node", process.pid, start_of(process.pid))
+    kill_process(place, home="this node")
     assert process.wait(timeout=10) == -signal.SIGKILL
-    kill_process(("this node", process.pid), home="this node")  # it has ended: no error
+    kill_process(place, home="this node")  # it has ended: no error
+
+
+@pytest.mark.parametrize("start", [-1, None], ids=["of another process", "not known"])
+def test_a_process_that_has_the_id_of_an_ended_one_is_not_killed(start):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        own = start_of(process.pid)
+        assert own > start_of(os.getpid()) > start_of(1) >= 0
+        kill_process(Place("this node", process.pid, start and own + start), home="this node")
+        time.sleep(0.2)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert start_of(process.pid) is None
 
 
 def test_a_busy_process_is_logged_with_cause_and_setting():

@@ -19,6 +19,7 @@ from raydl.core.reports import Outcome
 from raydl.core.worker_group import RunEnded
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.errors import NonFiniteCenterError
+from raydl.ray_backend.cluster import Place
 from raydl.ray_backend.pending_calls import Call, PendingCalls, in_few_words
 from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup, _on_report
@@ -65,7 +66,7 @@ class GroupWithoutProcesses(RayWorkerGroup):
 
     def __init__(self):
         self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
-        self._shards, self._places = [], {}
+        self._shards, self._places, self._found = [], {}, {}
         self._starts, self._setups = StartTimeouts(600.0), StartTimeouts(600.0)
         self._workers = {"w0": Mock()}
         self._collected, self._held = {}, (-1, ())
@@ -164,7 +165,7 @@ def test_a_checkpoint_is_dropped_if_the_center_is_lost_before_all_workers_have_a
     monkeypatch.setattr("raydl.ray_backend.worker_group.ray.kill", Mock())
     worker, center = worker_group._workers["w0"], Mock()
     worker_group._shards = [center]
-    worker_group._on_center_started(("node", 3))
+    worker_group._on_center_started(Place("node", 3))
     worker_group.collect(20, ("w0",))
     answer = worker_group._calls.pop_call(center.get_to_write.remote.return_value)
     assert answer.handle(center_of(20)) == []

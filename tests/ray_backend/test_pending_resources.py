@@ -29,6 +29,12 @@ def test_the_needs_of_pending_workers_and_the_nodes_to_add_are_one_sentence():
     assert what_is_missing(2, need, have, free={"CPU": 2.0}) == f"{start}, free {{CPU: 2, GPU: 0}}"
 
 
+def test_the_nodes_that_a_worker_avoids_are_named_in_order():
+    nodes = [f"{number:04x}" for number in range(64)]
+    selector = cluster.worker_options(ScalingConfig(), not_on=set(nodes))["label_selector"]
+    assert selector == {"ray.io/node-id": f"!in({','.join(nodes)})"}
+
+
 @pytest.fixture(autouse=True)
 def places(monkeypatch):
     """Fake the process id of an actor in Ray's table: 0 if it is not placed yet."""

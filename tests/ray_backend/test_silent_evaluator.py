@@ -9,12 +9,13 @@ from raydl.config import ElasticConfig
 from raydl.core.worker_group import GaveUp, Scoring
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.ray_backend import worker_group
+from raydl.ray_backend.cluster import Place
 from raydl.ray_backend.liveness import Liveness
 from raydl.ray_backend.pending_calls import PendingCalls
 from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.worker_group import RayWorkerGroup
 
-PLACE = ("home", 17)
+PLACE = Place("home", 17, start=5)
 
 
 class OneEvaluator(RayWorkerGroup):
@@ -24,7 +25,7 @@ class OneEvaluator(RayWorkerGroup):
         self.now = 1000.0
         self._calls = PendingCalls()
         self._starts = self._setups = StartTimeouts(600.0)
-        self._heartbeats, self._places = Heartbeats(10.0), {}
+        self._heartbeats, self._places, self._found = Heartbeats(10.0), {}, {}
         self._shards, self._workers, self._home = [Mock()], {}, "home"
         self._liveness, self._reported_busy, self._polled_at = Liveness(), set(), 1e9
         self._events, self._from_threads = [], []
@@ -49,6 +50,7 @@ def group(monkeypatch):
     group, killed = OneEvaluator(), []
     monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: group.now))
     monkeypatch.setattr(worker_group, "place_of", lambda actor: PLACE)
+    monkeypatch.setattr(worker_group, "start_of", lambda pid: PLACE.start)
     monkeypatch.setattr(worker_group, "kill_process", lambda place, home: killed.append(place))
     monkeypatch.setattr(worker_group.ray, "kill", killed.append)
     monkeypatch.setattr(worker_group.ray, "wait", lambda refs, **options: ([], refs))

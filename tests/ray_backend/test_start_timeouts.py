@@ -16,7 +16,7 @@ from raydl.core.reports import Outcome
 from raydl.core.worker_group import Lost, Refused, RunEnded
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.ray_backend import fork_server
-from raydl.ray_backend.cluster import Notices, node_here
+from raydl.ray_backend.cluster import Notices, Place, node_here
 from raydl.ray_backend.liveness import Liveness
 from raydl.ray_backend.pending_calls import PendingCalls
 from raydl.ray_backend.start_timeouts import StartTimeouts
@@ -96,7 +96,7 @@ class OneWorker(RayWorkerGroup):
         self._starts, self._setups = StartTimeouts(patience_s), StartTimeouts(600.0)
         self._notices = Notices()
         self._avoided, self._reported_busy = set(), set()
-        self._workers, self._spares, self._places = {}, {}, {}
+        self._workers, self._spares, self._places, self._found = {}, {}, {}, {}
         self._events, self._from_threads, self._evaluator = [], [], None
         self._train = self._prepare = self._non_trainable = None
         self._runtime_env = fork_server.runtime_env()
@@ -129,7 +129,7 @@ class StartingShards(RayWorkerGroup):
     def __init__(self):
         self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
         self._starts, self._setups = StartTimeouts(600.0), StartTimeouts(600.0)
-        self._places, self._workers = {}, {}
+        self._places, self._found, self._workers, self._home = {}, {}, {}, "node"
         self._shards, self._events = [Mock(), Mock(), Mock()], []
         self._notices = SimpleNamespace(new=lambda homes: {})
         self._is_center_up, self._evaluator = False, None
@@ -152,7 +152,7 @@ def test_the_lease_of_a_shard_begins_with_its_first_answer():
     group = StartingShards()
     group.poll_again()
     assert group.leased == []
-    group._on_ping((2, ("node", 4), Refused("process", 0)))
+    group._on_ping((2, Place("node", 4), Refused("process", 0)))
     group.poll_again()
     assert group.leased == ["shard 2"]
 
@@ -161,7 +161,7 @@ def test_a_lost_shard_is_not_polled_until_the_center_is_started_again():
     """Each poll would fail at once and report a further loss."""
     group = StartingShards()
     for index in (1, 2):
-        group._on_ping((index, ("node", index), Refused("process", 0)))
+        group._on_ping((index, Place("node", index), Refused("process", 0)))
     assert group._lose("shard 1", "its node was lost") == [Lost("shard 1", "its node was lost")]
     group.poll_again()
     assert [shard.ping.remote.called for shard in group._shards[1:]] == [False, True]
@@ -174,7 +174,7 @@ def test_the_center_is_polled_as_soon_as_the_controller_waits_for_it(answer):
     group._rebuilt_in, group._polled_at = 0, time.monotonic()
     if answer == "the center has started":
         group._poll_processes()
-        group._on_center_started(("node", 4))
+        group._on_center_started(Place("node", 4))
     else:
         group._is_center_up = True
         group._poll_processes()
@@ -188,7 +188,7 @@ def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
     group, now = StartingShards(), [0.0]
     group._starts = StartTimeouts(60.0, clock=lambda: now[0])
     group._starts.begin("shard 1")
-    monkeypatch.setattr("raydl.ray_backend.worker_group.place_of", lambda actor: ("node", 3))
+    monkeypatch.setattr("raydl.ray_backend.worker_group.place_of", lambda actor: Place("node", 3))
     given_up = []
     while now[0] < 100.0:
         now[0] += 5.0
@@ -211,6 +211,7 @@ class StartingGroup(RayWorkerGroup):
         self._starts = StartTimeouts(60.0, clock=lambda: self.now)
         self._setups = StartTimeouts(600.0, clock=lambda: self.now)
         self._workers, self._spares, self._places, self._shards = {}, {}, {}, []
+        self._found = {}
         self._events, self._from_threads, self._reported_busy = [], [], set()
         self._held, self._evaluator = (-1, ()), None
         self._train = self._prepare = self._non_trainable = None
@@ -232,7 +233,8 @@ def starting(monkeypatch):
     group, where = StartingGroup(), "raydl.ray_backend.worker_group"
     for name in ("WorkerActor", "CenterActor", "ray.kill"):
         monkeypatch.setattr(f"{where}.{name}", Mock())
-    monkeypatch.setattr(f"{where}.place_of", lambda actor: ("node", 3))
+    monkeypatch.setattr(f"{where}.place_of", lambda actor: Place("node", 3))
+    monkeypatch.setattr(f"{where}.request_start", Mock())
     monkeypatch.setattr(f"{where}.kill_process", lambda place, home: group.killed.append(place))
     return group
 
@@ -241,17 +243,17 @@ def test_a_worker_whose_setup_never_ends_is_lost(starting):
     """The worker waits for a GPU driver or a file system, and answers polls meanwhile."""
     starting._start_worker("w0", {})
     starting.polls(until=50.0)
-    starting._on_alive("w0", None)
+    starting._on_alive("w0", Place("node", 3))
     assert starting.polls(until=650.0) == []
     why = "its setup has not ended for 605 s (scaling.start_timeout_s)"
     assert starting.polls(until=660.0) == [Lost("w0", why)]
-    assert starting.killed == [("node", 3)]
+    assert starting.killed == [Place("node", 3)]
 
 
 def test_a_worker_that_was_set_up_has_no_time_limit_for_its_setup(starting):
     starting._start_worker("w0", {})
-    starting._on_set_up("w0", None, (("node", 3), False))
-    starting._on_alive("w0", None)
+    starting._on_set_up("w0", None, (Place("node", 3), False))
+    starting._on_alive("w0", Place("node", 3))
     assert starting.polls(until=2000.0) == []
 
 
@@ -264,7 +266,7 @@ def test_a_center_that_never_starts_is_lost(starting):
         "its process has not answered since it started",
     )
     starting._start_center(None)
-    starting._on_center_started(("node", 3))
+    starting._on_center_started(Place("node", 3))
     starting._is_center_up = False  # no further poll
     assert starting.polls(until=1000.0) == []
 
@@ -279,11 +281,11 @@ def test_a_center_that_never_starts_is_lost_with_another_version_of_ray(starting
     assert starting.killed == []
 
 
-@pytest.mark.parametrize(("owed_s", "killed"), [(0.0, []), (2.0, []), (3.0, [("node", 3)])])
+@pytest.mark.parametrize(("owed_s", "killed"), [(0.0, []), (2.0, []), (3.0, [Place("node", 3)])])
 def test_only_a_process_that_was_long_silent_is_killed_by_its_id(starting, owed_s, killed):
     """Ray reports such a kill as a crash; being late at the end of a run is not one."""
     starting._start_worker("w0", {})
-    starting._on_set_up("w0", None, (("node", 3), False))
+    starting._on_set_up("w0", None, (Place("node", 3), False))
     starting._heartbeats = Heartbeats(10.0, clock=lambda: starting.now)
     starting._heartbeats.expect_answer("w0")
     starting.now += owed_s

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests import nightly
+from tests import nightly, seeds
 
 
 def run(page, *parts, failing=(), output="12 passed in 3.45s"):
@@ -43,7 +43,7 @@ def test_one_part_keeps_the_results_of_the_others(tmp_path, capfd):
 
 def test_a_part_that_does_not_exist_is_named(capsys):
     assert nightly.main(["soke"]) == 2
-    assert "no part soke; the parts are test-slow, soak, mutants" in capsys.readouterr().err
+    assert "no part soke; the parts are test-slow, soak, seeds, mutants" in capsys.readouterr().err
 
 
 def test_each_part_is_a_target_of_the_makefile_and_has_its_row_on_the_page(root):
@@ -52,3 +52,22 @@ def test_each_part_is_a_target_of_the_makefile_and_has_its_row_on_the_page(root)
         assert re.search(rf"^{part}:", makefile, flags=re.M), part
     text = (root / "docs/nightly.md").read_text()
     assert text == nightly.page_of(nightly.read_page(text))
+
+
+class Unreachable(seeds.SimulatedRounds):
+    """A simulated worker group that fails in its first poll."""
+
+    def poll(self, timeout_s):
+        raise ConnectionError("no  worker\nanswers")
+
+
+def test_a_simulated_run_that_fails_is_named_with_what_repeats_it():
+    first, second = seeds.broken_runs(7, kinds=[(Unreachable, 400)])
+    assert first == "Unreachable, seed 7, to the end: ConnectionError: no worker answers"
+    assert second.startswith("Unreachable, seed 7, stopped at ")
+
+
+@pytest.mark.processes
+def test_simulated_runs_that_end_as_they_should_are_counted(capfd):
+    assert seeds.main(3, 2) == 0
+    assert capfd.readouterr().out == "0 of 8 runs broken, seeds 3 to 4\n"
