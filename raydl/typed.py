@@ -181,7 +181,7 @@ def _is_a(kind: Any, value: Any) -> bool:
         if isinstance(value, bool):
             return False
         if isinstance(value, numbers.Integral):  # as a float it must not overflow
-            return kind is int or abs(value) <= _LARGEST
+            return kind is int or abs(int(value)) <= _LARGEST
         return kind is float and isinstance(value, float)
     return isinstance(value, kind)
 
@@ -194,7 +194,8 @@ _WORDS: dict[Any, str] = {
 
 def _wrong(kind: Any, value: Any, name: str) -> ValueError:
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    words = [_WORDS.get(get_origin(k) or k, getattr(k, "__name__", str(k))) for k in kinds]
+    plain = [k if get_origin(k) is None else get_origin(k) for k in kinds]
+    words = [_WORDS.get(k, getattr(k, "__name__", str(k))) for k in plain]
     return ValueError(f"{name} must be {' or '.join(words)}, got {_shown(value)}")
 
 

@@ -156,7 +156,7 @@ def from_dict(cls: type[_T], values: Any, prefix: str = "") -> _T:
     hints = _hints_of(cls)  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
     arguments: dict[str, Any] = {}
     for written, value in values.items():
-        key = _FORMER_NAMES.get((cls, written), written)
+        key = _FORMER_NAMES.get((cls, written), str(written))
         if key not in hints:
             raise ConfigError(key, f"is no setting of {cls.__name__}")
         if dataclasses.is_dataclass(hints[key]):
