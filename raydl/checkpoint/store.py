@@ -149,7 +149,17 @@ class CheckpointStore:
         """Return the whole checkpoints, oldest first, without those that ``read`` found damaged.
 
         A checkpoint of a later driver epoch is newer than one of an earlier, whatever the rounds.
+
+        Raises:
+            CheckpointError: they cannot be listed.
         """
+        try:
+            return self._undamaged()
+        except OSError as error:
+            path, problem = below(self.root, _FOLDER), f"cannot be read: {in_words(error)}"
+            raise reading_error(path, problem, error) from error
+
+    def _undamaged(self) -> list[str]:
         return [name for name in self._whole() if name not in self._damaged]
 
     @property
@@ -354,7 +364,7 @@ class CheckpointStore:
         written again.
         """
         try:
-            names = self.names()
+            names = self._undamaged()
             if self._earlier is not None:  # this driver has taken over the run
                 self._late |= {n for n in names if _age(n).epoch < self._epoch} - self._earlier
             newest = {_age(written).round: written}
@@ -571,9 +581,13 @@ class CheckpointStore:
         return tensors, values.get("round")
 
     def find_damage(self) -> list[str]:
-        """Read all files of all checkpoints, and return a sentence for each damaged one."""
+        """Read all files of all checkpoints, and return a sentence for each damaged one.
+
+        Raises:
+            CheckpointError: the checkpoints cannot be listed.
+        """
         errors = {}
-        for name in self._whole():
+        for name in self.names():
             try:
                 self._read(name)
             except CheckpointError as error:
