@@ -196,6 +196,7 @@ def _scores_in_result(storage: Storage) -> list[Score]:
     The last center of a start is often scored after its checkpoint was written.
     """
     try:
-        return read_figures(storage).get("evaluations", [])
+        scores: list[Score] = read_figures(storage).get("evaluations", [])
     except (OSError, ValueError):  # no start has ended
         return []
+    return scores

@@ -113,13 +113,14 @@ class SavedState:
         sums = Summing(self.storage.read_pieces(self.name))
         try:
             tensors, metadata = tensor_files.read(sums.pieces(), self.written.num_bytes)
+            state = _state_of(tensors, metadata)
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read: {in_words(error)}") from error
         except ValueError as error:
             raise CheckpointError(self.path, f"is damaged: {error}") from error
         if sums.sum != self.written:
             raise CheckpointError(self.path, "is damaged: its checksum does not match")
-        return _state_of(tensors, metadata)
+        return state
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:

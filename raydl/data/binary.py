@@ -140,18 +140,18 @@ def read_array(content: IO[bytes], num_bytes: int, *, name: str = "it") -> np.nd
         OSError: it cannot be read.
         MemoryError: it is larger than the memory.
     """
-    major, minor = np.lib.format.read_magic(content)  # type: ignore[no-untyped-call]
+    major, minor = np.lib.format.read_magic(content)
     if major > 2:  # for names of fields that are not Latin: no pixels, labels or tokens
         raise ValueError(f"{name} is in version {major}.{minor} of NumPy's format")
     read = (
         np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     )
-    shape, _, dtype = read(content)  # type: ignore[no-untyped-call]
+    shape, _, dtype = read(content)
     expected, found = math.prod(shape) * dtype.itemsize, num_bytes - content.tell()
     if min(shape, default=0) < 0 or (expected != found and not dtype.hasobject):
         raise ValueError(f"{name} must have {expected:,} bytes by its header, got {found:,}")
     content.seek(0)
-    array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)  # type: ignore[no-untyped-call]
+    array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)
     return array
 
 

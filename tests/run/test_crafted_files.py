@@ -26,15 +26,28 @@ MOST_MIB = 700
 """Most memory that all commands together may take. 64 MiB of JSON need half of it."""
 MOST_S = 120
 """Longest time of one command, on a machine with much other work."""
-IN_CHECKPOINT = [
-    "manifest.json", "center.safetensors", "state.safetensors", "worker-w0.safetensors",
-]  # fmt: skip
-FILES = [
-    "config.json", "status.json", "result.json", "events", "metrics.jsonl", "tracker-jsonl.json",
-    "driver.lock", "driver-epochs", "best.safetensors", "center.safetensors",
-    *(f"checkpoints/{name}" for name in IN_CHECKPOINT),
-]  # fmt: skip
-"""The files that a run writes; of several the newest."""
+READERS = {
+    "config.json": ("status", "logs", "check", "evaluate", "train"),
+    "status.json": ("status", "list", "report"),
+    "result.json": ("report", "train"),
+    "events": ("logs", "report"),
+    "metrics.jsonl": ("train",),
+    "tracker-jsonl.json": ("train",),
+    "driver.lock": ("train",),
+    "driver-epochs": ("train",),
+    "best.safetensors": ("check", "train"),
+    "center.safetensors": ("check", "train"),
+    "checkpoints/manifest.json": ("report", "check", "evaluate", "train"),
+    "checkpoints/center.safetensors": ("check", "evaluate", "train"),
+    "checkpoints/state.safetensors": ("check", "train"),
+    "checkpoints/worker-w0.safetensors": ("check", "train"),
+}
+"""The files that a run writes, of several the newest, and the commands that read each."""
+ALL = ("status", "list", "logs", "report", "check", "evaluate", "train")
+FILES = [*READERS]
+KINDS = [*crafted.of_kinds(Path())]
+EACH = 4
+"""The fast tests try each kind on every fourth file, and the slow ones on all."""
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +106,13 @@ def limited(what):
     assert grown < MOST_MIB, f"{what} took {grown} MiB more"
 
 
-def use(folder, capsys, what, *, resumes=True):
-    """Use a run by all commands that read it, and check that each ends with a sentence."""
+def use(folder, capsys, what, names=ALL):
+    """Use a run by some commands, and check that each ends with a sentence."""
     run = str(folder)
-    commands = [["status", run], ["list", str(folder.parent)], ["logs", run], ["report", run]]
-    commands += [["check", run], ["evaluate", run]]
-    if resumes:
-        commands.append([*TRAIN, "--epochs", "3", "--run-dir", run, "--resume"])
+    words = {"list": ["list", str(folder.parent)]}
+    words["train"] = [*TRAIN, "--epochs", "3", "--run-dir", run, "--resume"]
     capsys.readouterr()
-    for command in commands:
+    for command in [words.get(name, [name, run]) for name in names]:
         with limited(f"{command[0]} with {what}"):
             status = cli.main(command)
         said = "".join(capsys.readouterr())
@@ -119,40 +130,54 @@ def again(good, folder):
     shutil.copytree(good, folder)
 
 
-@pytest.mark.parametrize("kind", crafted.of_kinds(Path()))
+def use_with_another_kind(good, folder, capsys, kind, name, commands):
+    """Use a run in which something else has the name of a file."""
+    path = place(folder, name)
+    path.unlink()
+    crafted.of_kinds(folder.parents[1] / "outside")[kind](path)
+    use(folder, capsys, f"{name}: {kind}", commands)
+    again(good, folder)
+
+
+def use_with_changes(good, folder, capsys, name, seed, commands):
+    """Use a run in which some values of a file are changed."""
+    crafted.change(place(folder, name), seed)
+    use(folder, capsys, f"{name}, seed {seed}", commands)
+    again(good, folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_of_the_run_ends_with_a_sentence(good, folder, capsys, kind):
-    put = crafted.of_kinds(folder.parents[1] / "outside")[kind]
-    for name in FILES:
-        path = place(folder, name)
-        path.unlink()
-        put(path)
-        use(folder, capsys, f"{name}: {kind}", resumes=name not in ("events", "metrics.jsonl"))
-        again(good, folder)
+    for name in FILES[KINDS.index(kind) % EACH :: EACH]:
+        use_with_another_kind(good, folder, capsys, kind, name, READERS[name])
 
 
-@pytest.mark.parametrize("kind", ["garbage", "link", "hole"])
+@pytest.mark.parametrize("kind", ["garbage", "link"])
 def test_what_is_no_folder_of_the_run_ends_with_a_sentence(good, folder, capsys, kind):
     put = crafted.of_kinds(folder.parents[1])[kind]
     for name in ("checkpoints", "driver-epochs", "requests", "answers"):
         path = folder / name
         shutil.rmtree(path, ignore_errors=True)
         put(path)
-        use(folder, capsys, f"{name}: {kind}")
+        use(folder, capsys, f"{name}: {kind}", ("check", "evaluate", "train"))
         again(good, folder)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_wrong_values_end_with_a_sentence(good, folder, capsys, name):
-    for seed in range(6):
-        crafted.change(place(folder, name), seed)
-        use(folder, capsys, f"{name}, seed {seed}")
-        again(good, folder)
+    for seed in range(3):
+        use_with_changes(good, folder, capsys, name, seed, READERS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_of_the_run_ends_each_command_with_a_sentence(good, folder, capsys, kind):
+    for name in FILES:
+        use_with_another_kind(good, folder, capsys, kind, name, ALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_many_wrong_values_end_with_a_sentence(good, folder, capsys, name):
-    for seed in range(6, 300):
-        crafted.change(place(folder, name), seed)
-        use(folder, capsys, f"{name}, seed {seed}")
-        again(good, folder)
+def test_many_wrong_values_end_each_command_with_a_sentence(good, folder, capsys, name):
+    for seed in range(3, 200):
+        use_with_changes(good, folder, capsys, name, seed, ALL)
