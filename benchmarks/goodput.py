@@ -65,6 +65,9 @@ PEERS: dict[str, Callable[[str], list[str]]] = {
     "Ray Train, worker": lambda data: endless_peer(
         data, num_workers=NUM_WORKERS, max_failures=1000
     ),
+    "Ray Train with torchft DiLoCo, worker": lambda data: endless_replicas(
+        data, "ray_train_torchft", "--max-failures", "1000", num_workers=NUM_WORKERS
+    ),
     "torchft DiLoCo, worker": lambda data: endless_replicas(
         data, "torchft_replicas", "--method", "diloco", num_workers=NUM_WORKERS
     ),

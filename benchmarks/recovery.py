@@ -1,4 +1,4 @@
-"""Measures the cost of losing a worker, compared with a restart of Ray Train.
+"""Measures the cost of losing a worker, compared with Ray Train, alone and with torchft.
 
 Command:   python -m benchmarks.recovery            (--quick: sync-easgd and Ray Train, once, with
            two workers and a fifth of the training set)
@@ -13,6 +13,7 @@ pauses          the same, as the sum of all times that are longer than any in th
                 kill; to admit the newcomer is a pause, too
 thrown away     trained samples that did not count, including those of the killed worker's last
                 steps, also in seconds at the speed before the kill
+                (with torchft also up to a period of each replica, not counted yet at the end)
 lost progress   pauses plus thrown away; for Ray Train, which restarts from a checkpoint: from the
                 kill until the training passes its earlier progress
 full strength   from the kill until three workers have completed a step again
@@ -53,6 +54,8 @@ CHECKPOINT_SAMPLES = 10_000
 NUM_WAYS = 3
 """Points between two checkpoints at which a worker is killed, in turn."""
 PEER = "Ray Train"
+REPLACING_PEER = "Ray Train with torchft DiLoCo"
+"""Its controller replaces the lost worker alone; the others train on."""
 CASES = {
     "sync-easgd 2:3": ("sync-easgd", "2:3", 0),
     "async-easgd 2:3": ("async-easgd", "2:3", 0),
@@ -169,6 +172,38 @@ def raydl_case(
         run.end(within_s=_END_S)
         steps = run.steps()
         counted = json.loads((run.folder / "run" / "result.json").read_text())["samples"]
+    return _cost_of(steps, victim, killed_at, counted)
+
+
+def replacing_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) -> Recovery:
+    """Return the cost of a killed replica of torchft under Ray Train; see ``raydl_case``.
+
+    Raises:
+        WatchError: if the run timed out.
+    """
+    arguments = endless_replicas(
+        data, "ray_train_torchft", "--max-failures", "3", num_workers=num_workers
+    )
+    with Watched(arguments, cluster) as run:
+        victim, killed_at = _kill_one(run, num_workers, turn)
+        again = f"{num_workers} workers train again"
+        run.wait_until(lambda: run.num_training() > num_workers, again, within_s=_BACK_S)
+        time.sleep(_AFTER_S)
+        lines = (run.folder / "events").read_text().splitlines()
+        steps = run.steps()
+    counted = max(json.loads(line)["samples"] for line in lines)
+    return _cost_of(steps, victim, killed_at, counted)
+
+
+def _cost_of(steps: dict[int, list[Step]], victim: int, killed_at: float, counted: int) -> Recovery:
+    """Return the cost if the survivors train on, from the steps of all workers.
+
+    Args:
+        steps: steps by process id.
+        victim: process id of the killed worker.
+        killed_at: when it was killed.
+        counted: samples that the run has counted.
+    """
     _, speed = _before(list(steps.values()), killed_at)
     new = [s for s in steps.values() if s[0].began_at > killed_at]
     full_at = min(s[1].began_at for s in new if len(s) > 1)
@@ -292,12 +327,12 @@ def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
         (*columns, "lost progress, s", "full strength, s"),
         [(name, *_cells(of_case)) for name, of_case in results.items()],
     )
-    peer = results[PEER]
+    peer, peers = results[PEER], (PEER, REPLACING_PEER)
     for name, of_case in results.items():
         lost = [r.lost_s for r in of_case]
         short = f"recovery.{name.replace(' + ', ' ').replace(' ', '-').lower()}"
         is_fixed = name.endswith(" 3")
-        target, tenth = (None, None) if is_fixed or name == PEER else (1.0, 0.1)
+        target, tenth = (None, None) if is_fixed or name in peers else (1.0, 0.1)
         report.add_figures(_figure(f"{short}.lost_s", Spread.of(lost), target))
         if name != PEER:
             full = ratios([r.full_s for r in of_case], [r.full_s for r in peer])
@@ -336,6 +371,8 @@ def main() -> None:
             name: partial(raydl_case, cluster, data, *case, [0]) for name, case in ours.items()
         }
         cases[PEER] = partial(peer_case, cluster, data, num_workers, [0])
+        if not options.quick:
+            cases[REPLACING_PEER] = partial(replacing_case, cluster, data, num_workers, [0])
         try:
             repeats = options.repeats or (1 if options.quick else 3)
             add_results(report, interleaved(cases, repeats=repeats))

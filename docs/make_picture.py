@@ -56,7 +56,15 @@ def tensorboard(run: str) -> Iterator[str]:
     # Below the ephemeral ports: nobody is given this one while TensorBoard starts.
     port = random.randrange(20_000, 32_768)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", run, "--port", str(port)],
+        [
+            sys.executable,
+            "-m",
+            "tensorboard.main",
+            "--logdir_spec",
+            f"{Path(run).name}:{run}",
+            "--port",
+            str(port),
+        ],
         stderr=subprocess.DEVNULL,
     )
     try:

@@ -77,15 +77,18 @@ class Replica:
     Args:
         settings: settings of the run.
         number: number of the replica; its batches follow from it.
+        data: the decoded data; None: those that ``supervise`` has decoded.
     """
 
-    def __init__(self, settings: Settings, number: int) -> None:
+    def __init__(self, settings: Settings, number: int, *, data: Dataset | None = None) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(settings.seed)
-        self._data: Dataset = pickle.loads(Path(os.environ[_DECODED]).read_bytes())
+        if data is None:
+            data = pickle.loads(Path(os.environ[_DECODED]).read_bytes())
+        self._data: Dataset = data
         shape = self._data.train.shape
         self.model = models.find(settings.model)(shape.input_shape, shape.num_classes)
-        self._settings = settings
+        self.settings = settings
         self._prepare = preparation_for(self._data, TrainConfig(model=settings.model))
         self._generator = np.random.default_rng(number)
         self._events = Events(settings.events)
@@ -99,7 +102,7 @@ class Replica:
             optimizer: the optimizer as the peer wraps it.
         """
         train = self._data.train
-        rows = self._generator.integers(0, train.num_samples, self._settings.batch_size)
+        rows = self._generator.integers(0, train.num_samples, self.settings.batch_size)
         images, labels = self._prepare(train.fetch(rows), rows, 0)
         optimizer.zero_grad()
         functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
@@ -112,7 +115,7 @@ class Replica:
 
     def is_over(self, num_samples: int) -> bool:
         """Return whether the run has trained its samples or its seconds; note its last step."""
-        settings = self._settings
+        settings = self.settings
         if settings.samples is not None:
             over = num_samples >= settings.samples
         else:

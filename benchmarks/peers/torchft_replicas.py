@@ -29,9 +29,10 @@ from benchmarks.peers.loop import Settings, parser_of, settings_of
 from benchmarks.peers.supervisor import Replica, supervise
 
 METHODS = ("ddp", "local-sgd", "diloco")
-_HEARTBEAT_MS = 1000
-"""Time after which the lighthouse takes a silent replica for lost."""
-_TICK_MS, _JOIN_MS = 50, 100
+LIGHTHOUSE = {
+    "min_replicas": 1, "join_timeout_ms": 100, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000
+}  # fmt: skip
+"""Settings of the lighthouse; after the last one it takes a silent replica for lost."""
 _TIMEOUT = timedelta(seconds=10)
 _HOST = "127.0.0.1"
 MODULE = "benchmarks.peers.torchft_replicas"
@@ -41,26 +42,26 @@ def launch(settings: Settings, arguments: list[str], *, num_replicas: int) -> No
     """Run a lighthouse and the replicas, until all have ended by themselves."""
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(
-        bind=f"{_HOST}:0",
-        min_replicas=1,
-        join_timeout_ms=_JOIN_MS,
-        quorum_tick_ms=_TICK_MS,
-        heartbeat_timeout_ms=_HEARTBEAT_MS,
-    )
+    lighthouse = LighthouseServer(bind=f"{_HOST}:0", **LIGHTHOUSE)
     port = lighthouse.address().rpartition(":")[2].rstrip("/")
     own = {"TORCHFT_LIGHTHOUSE": f"http://{_HOST}:{port}"}
     supervise(MODULE, arguments, settings=settings, environment=own, num_replicas=num_replicas)
     lighthouse.shutdown()
 
 
-def train(settings: Settings, *, method: str, period: int, replica: int) -> None:
-    """Train one replica to the end."""
+def train(own: Replica, *, method: str, period: int, replica: int) -> None:
+    """Train one replica to the end.
+
+    Args:
+        own: its model and data.
+        method: one of ``METHODS``.
+        period: local steps between two exchanges.
+        replica: its number.
+    """
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo, LocalSGD
 
-    own = Replica(settings, replica)
-    module = own.model
+    settings, module = own.settings, own.model
     inner = torch.optim.SGD(module.parameters(), lr=settings.lr, momentum=settings.momentum)
 
     def state_dict() -> dict[str, Any]:
@@ -104,7 +105,6 @@ def train(settings: Settings, *, method: str, period: int, replica: int) -> None
             own.step(model, optimizer)
             num_samples = manager.batches_committed() * per_commit
             own.note(num_samples)
-    os._exit(0)  # the threads of torchft may still wait for others
 
 
 def main() -> None:
@@ -119,7 +119,9 @@ def main() -> None:
     if options.replica is None:
         launch(settings, sys.argv[1:], num_replicas=options.workers)
     else:
-        train(settings, method=options.method, period=options.period, replica=options.replica)
+        own = Replica(settings, options.replica)
+        train(own, method=options.method, period=options.period, replica=options.replica)
+        os._exit(0)  # the threads of torchft may still wait for others
 
 
 if __name__ == "__main__":

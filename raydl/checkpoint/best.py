@@ -21,6 +21,7 @@ from raydl.core.scores import Evaluated, score_of
 from raydl.core.tensor_files import view_of
 from raydl.errors import CheckpointError, reading_error
 from raydl.storage import Storage, below
+from raydl.typed import Positive, typed
 
 FILE = "best.safetensors"
 _OPTIONAL = {"generation", "local_step", "driver_epoch"}
@@ -33,7 +34,7 @@ class Best:
 
     progress: Progress
     metrics: dict[str, float]
-    driver_epoch: int = 1
+    driver_epoch: Positive = 1
     """The number of the start that wrote the file."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,11 +53,7 @@ class Best:
             raise ValueError(f"it has an unknown {min(unknown)}")
         if lacking := known - _OPTIONAL - values.keys():
             raise ValueError(f"{min(lacking)} is missing in it")
-        return cls(
-            progress=Progress.from_dict(values),
-            metrics=values["metrics"],
-            driver_epoch=values.get("driver_epoch", 1),
-        )
+        return typed(cls, {**values, "progress": values})
 
     def figures(self) -> dict[str, Any]:
         """Return the entry of ``result.json``, with the keys of an evaluation."""
@@ -166,6 +163,6 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     try:
         center, values = tensor_files.load(storage, FILE)
         best = Best.from_dict(values)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise reading_error(path, f"cannot be read: {error}", error) from error
     return center, best

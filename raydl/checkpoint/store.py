@@ -27,43 +27,44 @@ writes its file into the folder itself (``DistantState``), and reads it itself (
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 import uuid
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
+from raydl.checkpoint.manifest import (
+    CENTER,
+    FORMAT,
+    STATE,
+    Manifest,
+    NewerFormatError,
+    checksum_of,
+    file_of,
+    parse_manifest,
+)
 from raydl.core import tensor_files
 from raydl.core.progress import Progress
 from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, unpack
 from raydl.core.tensor_files import TensorFile
 from raydl.errors import CheckpointError, StateLostError, reading_error
 from raydl.redaction import redact
-from raydl.storage import Storage, Sum, below, in_words, parse_json
+from raydl.storage import JSON_BYTES, Storage, Sum, below, in_words
+from raydl.storage.local_files import is_no_file_of_ours
+from raydl.typed import Count, typed
 
-FORMAT = 2
-"""Version of the manifest; since 2 it has a checksum of itself."""
 TRAINED = "center.safetensors"
 """Name of a finished run's weights in its folder."""
 _FOLDER = "checkpoints"
-_CENTER, _STATE = "center.safetensors", "state.safetensors"
-_WORKER_ID = re.compile(r"\w[\w.-]{0,199}")
-"""Ids that raydl gives, and that users may give to workers of their own loops."""
-_MANIFEST_BYTES = 64 << 20
-"""Largest manifest that is read; that of ten thousand workers has 2 MB."""
-_LARGEST = 2**63 - 1
-"""Largest number in a manifest: counts are 64-bit integers elsewhere."""
 _PARTIAL = ".partial-"
-_NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
+_NAME = re.compile(r"round-(\d{1,18})(?:-e(\d{1,18}))?(?:\.(\d{1,18}))?")
 _CANCEL_S = 10.0
 """Time-out for distant workers to stop writing, in seconds."""
 _NUM_TRIES = 3
@@ -71,15 +72,22 @@ _NUM_TRIES = 3
 _PAUSE_S = 1.0
 """Pause between two attempts, in seconds."""
 _Content = TypeVar("_Content")
-_Types = dict[str, tuple[type, ...]]
-_MANIFEST: _Types = {
-    "round": (int,),
-    "generation": (int,),
-    "num_samples": (int,),
-    "seconds": (int, float),
-    "workers": (list,),
-    "files": (dict,),
-}
+
+
+class State(TypedDict, total=False):
+    """The values in ``state.safetensors``; those of earlier versions lack some."""
+
+    progress: dict[str, Any]
+    ledger: dict[str, Any]
+    optimizer: dict[str, Any]
+    num_cuts: Count
+    cadence: dict[str, Any] | None
+    totals: dict[str, Any]
+    order: str
+    untrained: dict[str, Any]
+    unfrozen: list[str]
+    num_parameters: Count
+    ended: tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +149,17 @@ class CheckpointStore:
         """Return the whole checkpoints, oldest first, without those that ``read`` found damaged.
 
         A checkpoint of a later driver epoch is newer than one of an earlier, whatever the rounds.
+
+        Raises:
+            CheckpointError: they cannot be listed.
         """
+        try:
+            return self._undamaged()
+        except OSError as error:
+            path, problem = below(self.root, _FOLDER), f"cannot be read: {in_words(error)}"
+            raise reading_error(path, problem, error) from error
+
+    def _undamaged(self) -> list[str]:
         return [name for name in self._whole() if name not in self._damaged]
 
     @property
@@ -217,7 +235,8 @@ class CheckpointStore:
         try:
             self._earlier = {n for n in self._whole() if _age(n).epoch < self._epoch}
             self._delete_unfinished()
-            manifest = {**self._manifest(source), "driver_epoch": self._epoch, "copy_of": source}
+            manifest: dict[str, Any] = {**self._manifest(source)}
+            manifest |= {"driver_epoch": self._epoch, "copy_of": source}
             manifest.pop("crc32", None)
             name = self._free_name(manifest["round"])
             for file_name in manifest["files"]:
@@ -255,7 +274,7 @@ class CheckpointStore:
     def _complete(self, name: str, manifest: dict[str, Any]) -> None:
         """Make a checkpoint whole, the files of which are written: write its manifest, last."""
         temporary = self._temporary(name)
-        content = {**manifest, "crc32": _checksum(manifest)}
+        content = {**manifest, "crc32": checksum_of(manifest)}
         self._storage.write_bytes(_manifest_path(temporary), json.dumps(content, indent=1).encode())
         if temporary != name:
             self._storage.move_dir(f"{_FOLDER}/{temporary}", f"{_FOLDER}/{name}")
@@ -281,18 +300,18 @@ class CheckpointStore:
         for worker_id, state in checkpoint.workers.items():
             assert not isinstance(state, SavedState), "a state that was read is not written again"
             if isinstance(state, dict):
-                local[_file_of(worker_id)] = state
+                local[file_of(worker_id)] = state
             else:
-                distant[_file_of(worker_id)] = state
+                distant[file_of(worker_id)] = state
 
         def put(name: str, file: TensorFile) -> Sum:
             path = f"{folder}/{name}"  # new; the manifest makes it known
             return self._storage.write_pieces(path, file.pieces(), in_place=True)
 
         with self._distant_writes(folder, distant) as writes:
-            sums = {_CENTER: put(_CENTER, TensorFile(checkpoint.center))}
-            sums[_STATE] = put(
-                _STATE,
+            sums = {CENTER: put(CENTER, TensorFile(checkpoint.center))}
+            sums[STATE] = put(
+                STATE,
                 pack({"progress": vars(checkpoint.progress), **checkpoint.state}),
             )
             sums |= {name: put(name, pack(state)) for name, state in local.items()}
@@ -345,7 +364,7 @@ class CheckpointStore:
         written again.
         """
         try:
-            names = self.names()
+            names = self._undamaged()
             if self._earlier is not None:  # this driver has taken over the run
                 self._late |= {n for n in names if _age(n).epoch < self._epoch} - self._earlier
             newest = {_age(written).round: written}
@@ -410,7 +429,7 @@ class CheckpointStore:
         """Return a sentence for each checkpoint newer than one that has lost its manifest."""
         return [
             f"checkpoint {self._path(lost)} has lost its manifest.json and cannot be resumed from; "
-            f"it stays: {_CENTER} in it may be whole"
+            f"it stays: {CENTER} in it may be whole"
             for lost in self.without_manifest()
             if _age(lost) > _age(name)
         ]
@@ -418,14 +437,18 @@ class CheckpointStore:
     def _read(self, name: str) -> Checkpoint:
         manifest = self._manifest(name)
         workers = {
-            worker_id: self._verified(name, _file_of(worker_id), manifest)
+            worker_id: self._verified(name, file_of(worker_id), manifest)
             for worker_id in manifest["workers"]
         }
-        state = self._parsed(name, _STATE, manifest, unpack)
-        center, _ = self._parsed(name, _CENTER, manifest, tensor_files.parse)
-        return Checkpoint(
+        state = self._parsed(name, STATE, manifest, _state_in)
+        center, _ = self._parsed(name, CENTER, manifest, tensor_files.parse)
+        try:
             # Files of earlier versions have the progress in the state itself, or no seconds.
-            progress=Progress.from_dict({**manifest, **state, **state.pop("progress", {})}),
+            progress = Progress.from_dict({**manifest, **state, **state.pop("progress", {})})
+        except ValueError as error:
+            raise _DamagedError(self._path(name), f"{STATE}: {error}") from error
+        return Checkpoint(
+            progress=progress,
             seconds=manifest["seconds"],
             center=center,
             state=state,
@@ -446,20 +469,24 @@ class CheckpointStore:
             raise CheckpointError(below(self.root, _FOLDER), f"there is no {name or 'checkpoint'}")
         name = name or names[-1]
         manifest = self._manifest(name)
-        center, _ = self._parsed(name, _CENTER, manifest, tensor_files.parse)
+        center, _ = self._parsed(name, CENTER, manifest, tensor_files.parse)
         return center, manifest["round"]
 
     def _parsed(
         self,
         name: str,
         file_name: str,
-        manifest: dict[str, Any],
+        manifest: Manifest,
         parse: Callable[[bytearray], _Content],
     ) -> _Content:
         """Return what a function makes of a file that matches its manifest."""
         expected = self._entry(name, file_name, manifest)
         read = partial(self._if_expected, expected=expected, read=self._storage.read_whole)
-        data = self._read_file(name, file_name, read)
+        try:
+            data = self._read_file(name, file_name, read)
+        except MemoryError as error:
+            problem = f"{file_name} has {expected.num_bytes:,} bytes, more than fit into memory"
+            raise reading_error(self._path(name), problem, error) from error
         found = Sum.of([data]) if isinstance(data, bytearray) else data
         self._compare(name, file_name, found, expected)
         assert isinstance(data, bytearray), "another size is damage"
@@ -478,7 +505,7 @@ class CheckpointStore:
         num_bytes = self._storage.num_bytes(path)
         return Sum(num_bytes, 0) if num_bytes > expected.num_bytes else read(path)
 
-    def _verified(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
+    def _verified(self, name: str, file_name: str, manifest: Manifest) -> SavedState:
         """Read a file in pieces, compare it with the manifest, and return its place."""
         expected = self._entry(name, file_name, manifest)
 
@@ -489,7 +516,7 @@ class CheckpointStore:
         self._compare(name, file_name, self._read_file(name, file_name, read), expected)
         return SavedState(self._storage, _file_path(name, file_name), expected)
 
-    def _entry(self, name: str, file_name: str, manifest: dict[str, Any]) -> Sum:
+    def _entry(self, name: str, file_name: str, manifest: Manifest) -> Sum:
         """Return the size and the checksum of a file in the manifest."""
         entry = manifest["files"].get(file_name)
         if entry is None:
@@ -500,7 +527,7 @@ class CheckpointStore:
         """Return what a function reads from a file's path; after an error, try again.
 
         Raises:
-            _DamagedError: the file is missing.
+            _DamagedError: the file is missing, or something else has its name.
             UnreadableCheckpointError: the machine or the storage failed each time.
             CheckpointError: the file cannot be read for another reason, such as its permissions.
         """
@@ -511,6 +538,8 @@ class CheckpointStore:
             except FileNotFoundError as error:
                 raise _DamagedError(self._path(name), f"{file_name} is missing") from error
             except OSError as error:
+                if is_no_file_of_ours(error):
+                    raise _DamagedError(self._path(name), in_words(error)) from error
                 if tries == _NUM_TRIES:
                     raise self._reading_error(name, file_name, error) from error
             tries += 1
@@ -552,9 +581,13 @@ class CheckpointStore:
         return tensors, values.get("round")
 
     def find_damage(self) -> list[str]:
-        """Read all files of all checkpoints, and return a sentence for each damaged one."""
+        """Read all files of all checkpoints, and return a sentence for each damaged one.
+
+        Raises:
+            CheckpointError: the checkpoints cannot be listed.
+        """
         errors = {}
-        for name in self._whole():
+        for name in self.names():
             try:
                 self._read(name)
             except CheckpointError as error:
@@ -599,22 +632,15 @@ class CheckpointStore:
             path = below(self.root, TRAINED)
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
 
-    def _manifest(self, name: str) -> dict[str, Any]:
-        read = partial(self._storage.read_bytes, most=_MANIFEST_BYTES)
+    def _manifest(self, name: str) -> Manifest:
+        read = partial(self._storage.read_bytes, most=JSON_BYTES)
         data = self._read_file(name, "manifest.json", read)
         try:
-            manifest = parse_json(data)
-            _require(manifest, {"format": (int,)})
-            if manifest["format"] < 1:
-                raise ValueError(f"there is no format {manifest['format']}")
-            if manifest["format"] <= FORMAT:
-                return _checked(manifest)
+            return parse_manifest(data)
+        except NewerFormatError as error:
+            raise CheckpointError(self._path(name), str(error)) from None
         except ValueError as error:
             raise _DamagedError(self._path(name), f"its manifest is damaged: {error}") from error
-        raise CheckpointError(
-            self._path(name),
-            f"has format {manifest['format']}, but this raydl reads up to {FORMAT}; update raydl",
-        )
 
     def _path(self, name: str) -> str:
         return below(self.root, f"{_FOLDER}/{name}")
@@ -627,10 +653,6 @@ def _file_path(name: str, file_name: str) -> str:
 
 def _manifest_path(name: str) -> str:
     return _file_path(name, "manifest.json")
-
-
-def _file_of(worker_id: str) -> str:
-    return f"worker-{worker_id}.safetensors"
 
 
 class _Age(NamedTuple):
@@ -654,60 +676,13 @@ def _epoch_of(folder: str) -> int:
     return int(match[2] or 1) if match else 1
 
 
-def _checked(manifest: Any) -> dict[str, Any]:
-    """Return a manifest if it has all keys with values of the right types, and its checksum.
+def _state_in(data: bytearray) -> dict[str, Any]:
+    """Return the state in a ``state.safetensors``.
 
     Raises:
-        ValueError: a value is missing or wrong.
+        ValueError: it is damaged.
     """
-    checked = _require(manifest, _MANIFEST)
-    for worker_id in checked["workers"]:
-        _require({"a worker's id": worker_id}, {"a worker's id": (str,)})
-        if not _WORKER_ID.fullmatch(worker_id):
-            raise ValueError(f"{worker_id!r} is not the id of a worker")
-    # Other names could lead out of the folder.
-    ours = {_CENTER, _STATE, *map(_file_of, checked["workers"])}
-    for name, expected in checked["files"].items():
-        if name not in ours:
-            raise ValueError(f"it lists {name!r}, which is not a file of a checkpoint")
-        _require(expected, {"bytes": (int,), "crc32": (int,)})
-        _require_counts(expected, "bytes", "crc32")
-    _require_counts(checked, "round", "generation", "num_samples")
-    if not 0 <= checked["seconds"] < math.inf:
-        raise ValueError(f"seconds must be a finite number from 0 on, got {checked['seconds']}")
-    if checked["format"] > 1 and checked.get("crc32") != _checksum(checked):
-        raise ValueError("its checksum does not match")
-    return checked
-
-
-def _checksum(manifest: dict[str, Any]) -> int:
-    """Return the checksum of a manifest without its own entry."""
-    content = {key: value for key, value in manifest.items() if key != "crc32"}
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _require_counts(values: dict[str, Any], *keys: str) -> None:
-    """Raise a ValueError unless the values of some keys are from 0 to 2^63 - 1."""
-    for key in keys:
-        if not 0 <= values[key] <= _LARGEST:
-            raise ValueError(f"{key} must be from 0 to {_LARGEST}")
-
-
-def _require(values: Any, types: _Types) -> dict[str, Any]:
-    """Return ``values`` if it is a dict with all keys of ``types``, each of one of its types.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(values, dict):
-        raise ValueError(f"expected a JSON object, got {type(values).__name__}")
-    for key, allowed in types.items():
-        if key not in values:
-            raise ValueError(f"{key} is missing")
-        if type(values[key]) not in allowed:  # not isinstance: a bool is no number here
-            wanted, got = allowed[-1].__name__, type(values[key]).__name__
-            raise ValueError(f"{key} must be of type {wanted}, got {got}")
-    return values
+    return {**typed(State, unpack(data))}
 
 
 def _are_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

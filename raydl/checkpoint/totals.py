@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raydl.checkpoint.figures import Score, read_figures
 from raydl.checkpoint.store import Checkpoint
 from raydl.metrics import communication_share
 from raydl.storage import Storage
+from raydl.typed import Amount, Seconds, typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +86,15 @@ class StartTotalsHistory:
 class Totals:
     """Totals of all starts of a run up to a round."""
 
-    evaluations: tuple[dict[str, Any], ...] = ()
-    """The scores of the center, oldest first: round, samples, seconds, and each metric."""
-    longest_pause_s: float = 0.0
+    evaluations: tuple[Score, ...] = ()
+    """The scores of the center, oldest first."""
+    longest_pause_s: Seconds = 0.0
     """The longest time in which no worker trained, in one start."""
-    staleness_sum: float = 0.0
+    staleness_sum: Amount = 0.0
     """Sum of the staleness over all rounds."""
-    period_sum: float = 0.0
+    period_sum: Amount = 0.0
     """Local steps of a worker before each exchange, summed over all rounds."""
-    time_parts: dict[str, float] = field(default_factory=dict)
+    time_parts: dict[str, Seconds] = field(default_factory=dict)
     """Mean seconds per worker by part, summed over the starts."""
     faults_fired: tuple[str, ...] = ()
     """A sentence for each fault."""
@@ -106,14 +108,19 @@ class Totals:
         Args:
             checkpoint: the checkpoint to resume from; those of earlier versions have no totals.
             storage: the run's folder.
+
+        Raises:
+            ValueError: those in the checkpoint are damaged.
         """
-        state = dict(checkpoint.state.get("totals", {}))
+        totals = typed(cls, checkpoint.state.get("totals", {}), "totals")
         # result.json does not have all: a start that was killed wrote none.
-        scores = (*_scores_in_result(storage), *state.get("evaluations", ()))
-        limit = checkpoint.progress.num_samples
-        by_round = {score["round"]: score for score in scores if score["samples"] <= limit}
-        state["evaluations"] = tuple(by_round[round] for round in sorted(by_round))
-        return cls(**state)
+        scores = (*_scores_in_result(storage), *totals.evaluations)
+        by_round = {
+            score["round"]: score
+            for score in scores
+            if "round" in score and score["samples"] <= checkpoint.progress.num_samples
+        }
+        return replace(totals, evaluations=tuple(by_round[r] for r in sorted(by_round)))
 
     @property
     def center_accuracy(self) -> float | None:
@@ -183,13 +190,13 @@ def speed_figures(num_samples: int, seconds: float) -> dict[str, Any]:
     return {"samples": num_samples, "seconds": seconds, "samples_per_s": speed}
 
 
-def _scores_in_result(storage: Storage) -> list[dict[str, Any]]:
+def _scores_in_result(storage: Storage) -> list[Score]:
     """Return the scores in ``result.json``.
 
     The last center of a start is often scored after its checkpoint was written.
     """
     try:
-        scores = storage.read_json("result.json")["evaluations"]
-        return [score for score in scores if {"round", "samples"} <= score.keys()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no start has ended
+        scores: list[Score] = read_figures(storage).get("evaluations", [])
+    except (OSError, ValueError):  # no start has ended
         return []
+    return scores

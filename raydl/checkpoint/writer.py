@@ -29,6 +29,7 @@ from raydl.core.worker_group import Collected
 from raydl.data.ledger import Ledger
 from raydl.errors import CheckpointError, StateLostError, StorageSilentError
 from raydl.storage import GIVE_UP_S, Storage, give_up
+from raydl.typed import typed
 
 _NO_TOTALS = Totals()
 _POLL_S = 0.05
@@ -87,8 +88,10 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
 
     Raises:
         ShapeError: the checkpoint is of another model.
+        ValueError: its state is damaged.
     """
     weights, buffers = flat.flatten(checkpoint.center)
+    cadence = checkpoint.state.get("cadence")
     return Snapshot(
         progress=checkpoint.progress,
         is_kept=True,
@@ -97,7 +100,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         optimizer=checkpoint.state["optimizer"],
         ledger=checkpoint.state["ledger"],
         num_cuts=checkpoint.state.get("num_cuts", 0),  # absent in earlier versions
-        tuning=ExchangeTuning(**tuning) if (tuning := checkpoint.state.get("cadence")) else None,
+        tuning=typed(ExchangeTuning, cadence, "cadence") if cadence else None,
     )
 
 

@@ -361,7 +361,7 @@ def _print(
             for p, period in zip(cost.predictions, cost.best_periods, strict=True)
         ]  # fmt: skip
         print_table(head, rows, numbers=head)
-        print(f"\na worker's time: # computing, . waiting\n{_bars(cost.predictions)}")
+        print(f"\n{_time_of_a_worker(cost.predictions)}")
         if spot_plan:
             spot_plan.print(cost.on_spot)
     print(
@@ -378,6 +378,16 @@ def _allreduces(predictions: Sequence[Prediction]) -> str:
             fewest.setdefault(p.algorithm, p.num_workers)
     texts = [f"{name} from {count:,} workers" for name, count in fewest.items()]
     return f"; summed by {', '.join(texts)}" if texts else ""
+
+
+def _time_of_a_worker(predictions: Sequence[Prediction]) -> str:
+    """Return bars, or one sentence if all of them would be full."""
+    if all(f"{p.efficiency:.1%}" == "100.0%" for p in predictions):
+        return (
+            "no worker waits: its exchanges pass while it computes gradients; a faster step "
+            "(--step-s) or a slower --network would show where waiting begins"
+        )
+    return f"a worker's time: # computing, . waiting\n{_bars(predictions)}"
 
 
 def _bars(predictions: Sequence[Prediction]) -> str:

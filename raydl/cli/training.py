@@ -24,6 +24,7 @@ def train(arguments: Sequence[str]) -> int:
     if config.scaling.max_workers and _may_exist(config.data):
         ray_session.begin(has_forks=config.scaling.fork_server)
     # Imported here: --help and a wrong option should not wait for torch.
+    from raydl.metrics.tensorboard import viewing_command
     from raydl.run.trainer import Trainer
     from raydl.storage import parent_and_name
 
@@ -45,7 +46,7 @@ def train(arguments: Sequence[str]) -> int:
         f"({metrics['samples']:,} samples in {metrics['seconds']:.1f} s)\n"
         f"{_end_and_best(result)}"
         f"  run:          {result.path}\n"
-        f"  curves:       tensorboard --logdir {result.path}    (its page #custom_scalars)\n"
+        f"  curves:       {viewing_command(result.path)}    (its page #custom_scalars)\n"
         f"  report:       raydl report {result.path}"
     )
     return 0

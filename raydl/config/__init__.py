@@ -36,6 +36,7 @@ from raydl.config.learning import (
 )
 from raydl.config.run import CheckpointConfig, EvaluationConfig, RunConfig
 from raydl.errors import ConfigError
+from raydl.typed import typed
 
 __all__ = [
     "ALLREDUCES",
@@ -137,27 +138,44 @@ _FORMER_NAMES = {
 _hints_of = functools.cache(get_type_hints)
 
 
-def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
+def from_dict(cls: type[_T], values: Any, prefix: str = "") -> _T:
     """Build a configuration from the values that ``to_dict`` returned, or their JSON.
 
     It accepts the names that earlier versions wrote.
 
+    Args:
+        cls: class of the configuration.
+        values: the values.
+        prefix: beginning of the dotted names of its settings.
+
     Raises:
-        ConfigError: if a key is no setting of this version.
+        ConfigError: if a key is no setting of this version, or a value has the wrong type.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(prefix.rstrip(".") or "config", f"must be settings by name, got {values}")
     hints = _hints_of(cls)  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
     arguments: dict[str, Any] = {}
     for written, value in values.items():
-        key = _FORMER_NAMES.get((cls, written), written)
+        key = _FORMER_NAMES.get((cls, written), str(written))
         if key not in hints:
             raise ConfigError(key, f"is no setting of {cls.__name__}")
         if dataclasses.is_dataclass(hints[key]):
-            value = from_dict(hints[key], value)
+            value = from_dict(hints[key], value, f"{prefix}{key}.")
         elif isinstance(value, (list, tuple)):  # JSON has no tuples, and no setting is a list
             kind: Any = next(iter(get_args(hints[key])), None)
             is_nested = dataclasses.is_dataclass(kind)
             value = tuple(
                 from_dict(kind, v) if is_nested and isinstance(v, dict) else v for v in value
             )
-        arguments[key] = value
+        arguments[key] = _checked(hints[key], value, f"{prefix}{key}")
     return cls(**arguments)
+
+
+def _checked(kind: Any, value: Any, setting: str) -> Any:
+    """Return the value of a setting; raise a ConfigError if it has the wrong type."""
+    try:
+        typed(kind, value, setting)
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise ConfigError(name, problem) from None
+    return value

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from raydl.core.compression import parse_codec
+from raydl.typed import Count, Positive
 
 ENOUGH = 0.03
 """Largest share of a round that workers may wait."""
@@ -50,10 +51,10 @@ _CODECS = ("bf16", "int8")
 class ExchangeTuning:
     """How the workers of a synchronous method exchange."""
 
-    period: int
-    delay: int
+    period: Positive
+    delay: Count
     compression: str
-    fragments: int = 1
+    fragments: Positive = 1
 
     def __str__(self) -> str:
         parts = "" if self.fragments == 1 else f", {self.fragments} fragments"

@@ -7,7 +7,8 @@ nesting in the metadata. States do not pass through the memory of the driver.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from raydl.core import tensor_files
 from raydl.core.tensor_files import TensorFile, view_of
-from raydl.errors import CheckpointError, ConfigError
+from raydl.errors import CheckpointError, ConfigError, in_one_line, reading_error
 from raydl.storage import Storage, Sum, Summing, below, in_words, parse_json
+from raydl.typed import typed
 
 _TENSOR = "tensor"
 
@@ -61,6 +63,23 @@ class DistantState(Protocol):
         ...
 
 
+@contextmanager
+def reported_as_damage(path: str) -> Iterator[None]:
+    """Turn errors about a value in a file into a CheckpointError.
+
+    For what only its owner can check, such as the state of an optimizer.
+
+    Args:
+        path: the file, for the message.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
+        raise reading_error(
+            path, f"holds a state that cannot be loaded: {in_one_line(e)}", e
+        ) from e
+
+
 SavedPlace = tuple[str, str, Sum]
 """Address of the storage, name of the file, its size and checksum."""
 
@@ -94,13 +113,14 @@ class SavedState:
         sums = Summing(self.storage.read_pieces(self.name))
         try:
             tensors, metadata = tensor_files.read(sums.pieces(), self.written.num_bytes)
+            state = _state_of(tensors, metadata)
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read: {in_words(error)}") from error
         except ValueError as error:
             raise CheckpointError(self.path, f"is damaged: {error}") from error
         if sums.sum != self.written:
             raise CheckpointError(self.path, "is damaged: its checksum does not match")
-        return _state_of(tensors, metadata)
+        return state
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:
@@ -165,19 +185,30 @@ def unpack(data: bytearray) -> dict[str, Any]:
 
 def _state_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = _restored(parse_json(metadata["outline"]), tensors)
-    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        outline = parse_json(metadata.get("outline", ""), dict[str, Any])
+        state: dict[str, Any] = typed(dict, _restored(outline, tensors))
+        return state
+    except ValueError as error:
         raise ValueError(f"it is damaged: {error}") from error
-    return state
 
 
 def _restored(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that ``_outline`` described.
+
+    Raises:
+        ValueError: ``_outline`` makes no such value.
+    """
     if not isinstance(outline, dict):
         return outline
-    ((kind, content),) = outline.items()
-    if kind == _TENSOR:
+    kind, content = next(iter(outline.items()), ("", None))
+    if kind == _TENSOR and isinstance(content, str) and content in tensors:
         return tensors[content]
     if kind == "dict":
-        return {key: _restored(value, tensors) for key, value in content}
-    values = [_restored(value, tensors) for value in content]
+        pairs = typed(list[tuple[Any, Any]], content, "an outline")
+        if any(isinstance(key, (list, dict)) for key, _ in pairs):
+            raise ValueError("its outline has a key that is a list or an object")
+        return {key: _restored(value, tensors) for key, value in pairs}
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"its outline has an unknown {str(kind)[:20]!r}")
+    values = [_restored(value, tensors) for value in typed(list[Any], content, "an outline")]
     return values if kind == "list" else tuple(values)

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raydl.storage import Storage, parse_json
+from raydl.typed import Count, typed
 
 PIECE_BYTES = 4 << 20
 """Size of the pieces in which files are read and written."""
 _KEY = "raydl"
 _CHECKSUM = "crc32"
-_MAX_HEADER_BYTES = 100 << 20
+_MAX_HEADER_BYTES = 32 << 20
+"""Longest header that is read; that of 100,000 tensors has 12 MB."""
 _CODES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
     "F32": torch.float32, "U32": torch.uint32, "I32": torch.int32, "BF16": torch.bfloat16,
@@ -35,6 +38,14 @@ _CODES = {
 """Codes of dtypes in a header, in the order in which safetensors stores their tensors."""
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 _ORDER_OF = {dtype: order for order, dtype in enumerate(_CODES.values())}
+
+
+class _Entry(TypedDict):
+    """The place of a tensor in a file, in its header."""
+
+    dtype: str
+    shape: list[Count]
+    data_offsets: tuple[Count, Count]
 
 
 class TensorFile:
@@ -122,10 +133,9 @@ def parse(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str] | None]:
         start = 8 + int.from_bytes(data[:8], "little")
         if not 8 < start <= min(len(data), _MAX_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
-        header = parse_json(bytes(data[8:start]))
-        metadata = header.pop("__metadata__", None)
-        tensors = {name: _tensor_in(data, start, entry) for name, entry in header.items()}
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        entries, metadata = _parse_header(bytes(data[8:start]))
+        tensors = {name: _tensor_in(data, start, entry) for name, entry in entries.items()}
+    except (RuntimeError, ValueError) as error:  # torch's are RuntimeErrors
         raise ValueError(f"it is damaged: {error}") from error
     if start + sum(tensor.nbytes for tensor in tensors.values()) != len(data):
         raise ValueError("it is damaged: its length does not match")
@@ -149,21 +159,27 @@ def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], di
     if not 0 < size <= min(num_bytes - 8, _MAX_HEADER_BYTES):
         raise ValueError("it is damaged: its header is longer than the file")
     try:
-        header = parse_json(bytes(source.read_bytes(size)))
-        metadata = header.pop("__metadata__", None) or {}
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        entries, metadata = _parse_header(bytes(source.read_bytes(size)))
         tensors, at = {}, 0
-        for name, entry in entries:
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
             if begin != at or end < begin or 8 + size + end > num_bytes:
                 raise ValueError(f"{name} has wrong offsets")
             tensors[name] = _tensor_in(source.read_bytes(end - begin), -begin, entry)
             at = end
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if len(source.read_bytes(1)):
         raise ValueError("it is damaged: its length does not match")
-    return tensors, metadata
+    return tensors, metadata or {}
+
+
+def _parse_header(text: bytes) -> tuple[dict[str, _Entry], dict[str, str] | None]:
+    """Return the tensors' places by name, and the metadata, from a header."""
+    header = parse_json(text, dict[str, Any])
+    metadata = header.pop("__metadata__", None)
+    entries = typed(dict[str, _Entry], header, "its header")
+    return entries, None if metadata is None else typed(dict[str, str], metadata, "its metadata")
 
 
 class _Pieces:
@@ -188,10 +204,12 @@ class _Pieces:
         return data[:filled]
 
 
-def _tensor_in(data: bytearray | np.ndarray, start: int, entry: Mapping[str, Any]) -> Tensor:
-    dtype, shape = _CODES[entry["dtype"]], entry["shape"]
+def _tensor_in(data: bytearray | np.ndarray, start: int, entry: _Entry) -> Tensor:
+    dtype, shape = _CODES.get(entry["dtype"]), entry["shape"]
+    if dtype is None:
+        raise ValueError(f"there is no dtype {entry['dtype'][:10]!r}")
     begin, end = entry["data_offsets"]
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if not (0 <= begin <= end <= len(data) - start and end - begin == count * dtype.itemsize):
         raise ValueError(f"the offsets {begin} and {end} do not fit a tensor of {count} numbers")
     if not count:
@@ -227,10 +245,10 @@ def load(storage: Storage, name: str) -> tuple[dict[str, Tensor], dict[str, Any]
     if not metadata:
         return tensors, {}
     try:
-        values = parse_json(metadata[_KEY])
-        checksum = values.pop(_CHECKSUM, None)
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        values = parse_json(metadata.get(_KEY, ""), dict[str, Any])
+    except ValueError as error:
         raise ValueError(f"it is damaged: {error}") from error
+    checksum = values.pop(_CHECKSUM, None)
     if checksum is not None and checksum != _checksum(tensors, values):
         raise ValueError("it is damaged: its checksum does not match")
     return tensors, values

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
+from typing import IO
 
 import numpy as np
 
@@ -95,10 +98,11 @@ def npz_parts(file: Place) -> tuple[ImageSet, ImageSet | None]:
         DataError: if it cannot be opened, lacks arrays, or has arrays of wrong shape or type.
     """
     try:
-        with np.load(io.BytesIO(file.read()), allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        arrays = _npz_arrays(file.read())
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(file.name, f"is not a whole .npz file: {error}") from error
+    except MemoryError as error:
+        raise DataError(file.name, f"does not fit into memory: {error}") from error
     if {"x_train", "y_train", "x_test", "y_test"} <= set(arrays):
         train = _npz_set(file, arrays, "x_train", "y_train")
         return train, _npz_set(file, arrays, "x_test", "y_test")
@@ -109,6 +113,46 @@ def npz_parts(file: Place) -> tuple[ImageSet, ImageSet | None]:
         "must hold the arrays x_train, y_train, x_test and y_test, or images and labels, got "
         f"{', '.join(arrays) or 'none'}",
     )
+
+
+def _npz_arrays(data: bytes) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file by name."""
+    arrays = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for member in archive.infolist():
+            key, is_array = member.filename.removesuffix(".npy"), member.filename.endswith(".npy")
+            if is_array:
+                with archive.open(member) as content:
+                    arrays[key] = read_array(content, member.file_size, name=key)
+    return arrays
+
+
+def read_array(content: IO[bytes], num_bytes: int, *, name: str = "it") -> np.ndarray:
+    """Return the array in NumPy's format; nothing is allocated for one that is not whole.
+
+    Args:
+        content: the file, at its beginning.
+        num_bytes: its size.
+        name: its name for the message.
+
+    Raises:
+        ValueError: it is damaged, has another size than its header says, or holds objects.
+        OSError: it cannot be read.
+        MemoryError: it is larger than the memory.
+    """
+    major, minor = np.lib.format.read_magic(content)
+    if major > 2:  # for names of fields that are not Latin: no pixels, labels or tokens
+        raise ValueError(f"{name} is in version {major}.{minor} of NumPy's format")
+    read = (
+        np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    )
+    shape, _, dtype = read(content)
+    expected, found = math.prod(shape) * dtype.itemsize, num_bytes - content.tell()
+    if min(shape, default=0) < 0 or (expected != found and not dtype.hasobject):
+        raise ValueError(f"{name} must have {expected:,} bytes by its header, got {found:,}")
+    content.seek(0)
+    array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)
+    return array
 
 
 def _npz_set(file: Place, arrays: dict[str, np.ndarray], x: str, y: str) -> ImageSet:

@@ -15,7 +15,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
+
+from raydl.typed import Count, Positive, typed
 
 Span = tuple[int, int]
 """Positions start..stop-1."""
@@ -356,6 +358,34 @@ class Ledger:
             ledger._reserved.setdefault(worker_id, []).append((epoch, (start, stop)))
             ledger._num_reserved[epoch] += stop - start
         return ledger
+
+
+_SavedSpan: TypeAlias = tuple[Count, Count]
+
+
+class _OpenEpochs(TypedDict):
+    num_samples: Positive
+    epoch: Count
+    open: list[tuple[Count, Count, list[_SavedSpan]]]
+
+
+class _State(_OpenEpochs, total=False):
+    reserved: list[tuple[str, Count, _SavedSpan]]
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """Check a ``Ledger.state_dict`` without claims, from a file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    checked = typed(_State, state, "ledger")
+    size = checked["num_samples"]
+    for epoch, num_done, free in checked["open"]:
+        spans = free + [span for _, e, span in checked.get("reserved", []) if e == epoch]
+        ends = [0, *(end for span in sorted(spans) for end in span), size]
+        if epoch < checked["epoch"] or ends != sorted(ends) or num_done + _size(spans) != size:
+            raise ValueError(f"ledger: the samples of epoch {epoch} do not add up to {size}")
 
 
 def num_done_by(state: dict[str, Any]) -> int:

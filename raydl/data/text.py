@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raydl.data import files
+from raydl.data.binary import read_array
 from raydl.data.files import Place
 from raydl.data.samples import Batch, Dataset, DataShape, InMemory
 from raydl.errors import DataError
@@ -106,12 +107,15 @@ def _bytes_of(file: Place) -> bytes:
 def _tokens_of(file: Place) -> tuple[np.ndarray, int]:
     """Return (tokens, vocabulary) of a .npy file; the vocabulary is the largest token plus 1."""
     try:
-        tokens = np.load(io.BytesIO(file.read()), allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        data = file.read()
+        if data[:2] == b"PK":
+            raise DataError(file.name, "must hold integers, the tokens of a text, got an archive")
+        tokens = read_array(io.BytesIO(data), len(data))
+    except (ValueError, OSError, EOFError, MemoryError) as error:
         raise DataError(file.name, f"is not a whole .npy file: {error}") from error
-    if not isinstance(tokens, np.ndarray) or not np.issubdtype(tokens.dtype, np.integer):
-        kind = tokens.dtype if isinstance(tokens, np.ndarray) else "an archive"
-        raise DataError(file.name, f"must hold integers, the tokens of a text, got {kind}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        problem = f"must hold integers, the tokens of a text, got {tokens.dtype}"
+        raise DataError(file.name, problem)
     if tokens.ndim != 1:
         raise DataError(
             file.name, f"must hold tokens of shape [num_tokens], got {list(tokens.shape)}"

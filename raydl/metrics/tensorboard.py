@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
@@ -13,25 +15,26 @@ import numpy as np
 
 from raydl.metrics.tags import STACK, STACK_GROUND, STACK_GROUP, tag_of
 from raydl.redaction import redact
+from raydl.storage import parent_and_name
 
 LINES: dict[str, dict[str, list[str]]] = {
     "Accuracy and loss": {
         "accuracy of the center": ["center/accuracy"],
-        "loss of the workers, and of the center": ["train/loss", "center/loss"],
+        "loss of the center": ["center/loss"],
+        "loss of the workers": ["train/loss"],
     },
     "Throughput and workers": {
         "samples per second": ["throughput/samples_per_s"],
         "workers that train": ["workers/count"],
     },
     "Time in eight parts": {
-        "seconds per worker": ["time/.*"],
+        **{f"seconds per worker: {part.replace('_', ' ')}": [f"time/{part}"] for part in STACK},
         "share of communication": ["exchange/communication_share"],
     },
     "Exchange": {
-        "seconds: waiting for one, and the all-reduce": [
-            "exchange/seconds",
-            "exchange/allreduce_.*",
-        ],
+        "seconds of waiting for one": ["exchange/seconds"],
+        "seconds of the all-reduce": ["exchange/allreduce_s"],
+        "seconds of the all-reduce, predicted": ["exchange/allreduce_predicted_s"],
         "bytes of a worker in a round": ["exchange/bytes"],
     },
     "Staleness": {
@@ -45,11 +48,29 @@ LINES: dict[str, dict[str, list[str]]] = {
         "seconds of waiting: least, median and most of all": ["workers/waited_s_.*"],
     },
 }
-"""The page *Custom Scalars* from top to bottom: category, chart, patterns of its curves."""
+"""The page *Custom Scalars* from top to bottom: category, chart, patterns of its curves.
+
+TensorBoard gives all curves of a run one color. So each has a chart of its own, except those of the
+workers, and those that never cross.
+"""
 
 _FIRST_COUNT = 100_000
 STACKED = ("Time in eight parts", "seconds per worker, stacked: one band for each part")
 """Category and title of the stacked chart."""
+
+
+def viewing_command(folder: str) -> str:
+    """Return the command that shows one run, as ``NAME/.``.
+
+    With the folder alone as ``--logdir``, TensorBoard would name the run ``.``.
+
+    Args:
+        folder: the run's folder, a path or URI.
+    """
+    name = parent_and_name(folder)[1]
+    if "," in folder or not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
+        return f"tensorboard --logdir {shlex.quote(folder)}"  # the list of runs has no quotes
+    return f"tensorboard --logdir_spec {shlex.quote(f'{name}:{folder}')}"
 
 
 def make_layout() -> Any:

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
 from raydl.storage import parse_json
 from raydl.storage.local_files import LocalFiles
+from raydl.typed import Within
 
 _STEP = "samples"
 """Name of the step of a point, among its values."""
@@ -59,6 +60,12 @@ class Tracker(Protocol):
         ...
 
 
+class _StateFile(TypedDict, total=False):
+    run_id: str | None
+    last_step: Annotated[int, Within(-1, 2**62)]
+    num_writers: Annotated[int, Within(0, 2**62)]
+
+
 class State:
     """The run in a tracker, in a file of the run's folder.
 
@@ -70,20 +77,19 @@ class State:
     def __init__(self, folder: Path, name: str) -> None:
         self._files, self._name = LocalFiles(str(folder)), f"{TRACKER_STATES}{name}.json"
         own = self._read()
-        self.run_id: str | None = own.get("run_id")
+        self.run_id = own.get("run_id")
         """Id of the run in the tracker; None: it has none yet."""
-        self.last_step: int = own.get("last_step", -1)
+        self.last_step = own.get("last_step", -1)
         """The largest step that was written; -1: none."""
-        self.num_writers: int = own.get("num_writers", 0) + 1
+        self.num_writers = own.get("num_writers", 0) + 1
         """Writers of the run so far: one for each start, and for each failure of the tracker."""
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> _StateFile:
         try:
             with self._files.open(self._name) as file:
-                values = parse_json(file.read(_STATE_BYTES))
+                return parse_json(file.read(_STATE_BYTES), _StateFile)
         except (FileNotFoundError, ValueError):  # the machine stopped while it was written
             return {}
-        return values if isinstance(values, dict) else {}
 
     def save(self) -> None:
         """Write the file, for a start that resumes the run."""

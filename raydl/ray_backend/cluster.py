@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raydl.config import ScalingConfig
 from raydl.errors import ResourceError
 from raydl.ray_backend import ray_version
-from raydl.ray_backend.liveness import Times, kill_local, start_of, times_of
+from raydl.ray_backend.liveness import kill_local, start_of, times_of
 from raydl.ray_backend.session import draining_nodes, nodes_to_add
 
 _CHECK_EVERY_S = 1.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from ray.exceptions import AuthenticationError, RayError
@@ -12,6 +14,7 @@ from ray.job_submission import JobSubmissionClient
 
 from raydl.errors import RaydlError
 from raydl.ray_backend.job_end import SILENT, UNKNOWN, JobState
+from raydl.redaction import redact
 
 _TIMEOUT_S = (10.0, 120.0)
 """Time-outs to connect, and to answer, in seconds. An upload takes long to answer."""
@@ -29,10 +32,15 @@ _NO_AGENT = "No available agent to submit job"
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc]  # Ray has no types here
-    """Ray's client with time-outs: without them, a request may wait forever."""
+    """Ray's client with time-outs: without them, a request may wait forever.
+
+    This machine is reached without the proxy of the environment, which cannot reach it.
+    """
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
-        return super()._do_request(method, endpoint, timeout=_TIMEOUT_S, **options)
+        host = urlsplit(self.get_address()).hostname or ""
+        proxies = {"no_proxy": host} if _is_loopback(host) else {}
+        return super()._do_request(method, endpoint, timeout=_TIMEOUT_S, proxies=proxies, **options)
 
 
 class RayJobs:
@@ -59,7 +67,8 @@ class RayJobs:
             raise RaydlError(f"the server at {where} is not a Ray dashboard; {_ADDRESS}") from error
         except (*_NO_ANSWER, ValueError, RuntimeError, RayError) as error:
             raise RaydlError(
-                f"no Ray cluster answers at {where}: {_first_line(error)}; {_ADDRESS}"
+                f"no Ray cluster answers at {where}: {_first_line(error)}; "
+                f"{_proxy_to(address) or _ADDRESS}"
             ) from error
 
     @property
@@ -116,6 +125,29 @@ class RayJobs:
             return str(self._client.get_job_logs(job_id))
         except (*_NO_ANSWER, AuthenticationError, RuntimeError, ValueError, TypeError):
             return None
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host is this machine by its name or address."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _proxy_to(address: str | None) -> str:
+    """Return the end of a sentence that names the proxy to an address, or an empty text."""
+    host = urlsplit(address or "").hostname or ""
+    proxies = requests.utils.get_environ_proxies(address or "")
+    proxy = requests.utils.select_proxy(address or "", proxies)
+    if not proxy or not host or _is_loopback(host):
+        return ""
+    return (
+        f"the request went to the proxy {redact(proxy)} of this environment: if {host} is reached "
+        f"without it, add {host} to no_proxy"
+    )
 
 
 def _code(error: Exception) -> str:

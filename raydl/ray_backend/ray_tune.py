@@ -1,9 +1,12 @@
-"""A trial of Ray Tune, as seen from its run: its folder, and the reports to the search."""
+"""A trial of Ray Tune, as seen from its run: its folder, its events, the reports to the search."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ray import tune
@@ -11,19 +14,37 @@ from ray import tune
 from raydl.checkpoint.store import CheckpointStore
 from raydl.core.callbacks import Callback
 from raydl.core.scores import Evaluated
+from raydl.run.progress_reporter import LOGGER
 from raydl.storage import Storage, below, open_filesystem
 
-_CPUS_OF_A_TRIAL = 0.01
+_RESERVED = {"memory": 1}
+"""Resources of a trial: one byte, since Tune does not accept none at all. Any part of a CPU would
+take the place of a worker: two CPUs less 0.01 hold one worker of one CPU."""
 
 
 def as_trial(
     function: Callable[[Mapping[str, Any]], None],
 ) -> Callable[[Mapping[str, Any]], None]:
-    """Return a trial's function with the least reservation: its workers reserve their own."""
-    resources: Callable[[Mapping[str, Any]], None] = tune.with_resources(
-        function, {"CPU": _CPUS_OF_A_TRIAL}
-    )
-    return resources
+    """Return a trial's function that reserves no CPU: its workers reserve their own."""
+    trial: Callable[[Mapping[str, Any]], None] = tune.with_resources(function, _RESERVED)
+    return trial
+
+
+@contextmanager
+def events_printed() -> Iterator[None]:
+    """Print the events of the run, which Ray shows in the terminal of the search.
+
+    Tune shows a trial as running while its run waits for workers.
+    """
+    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stdout)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def trial_folder() -> str:

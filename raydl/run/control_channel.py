@@ -21,12 +21,13 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.run.folder import NO_RUN, open_run
-from raydl.run.status import RunStatus, WorkerStatus, from_values, to_json
+from raydl.run.status import RunStatus, WorkerStatus, read_file, to_json
 from raydl.storage import SilenceMonitor, Storage, below, in_words
+from raydl.storage.local_files import is_no_file_of_ours
 
 __all__ = [
     "ControlChannel", "Request", "RunStatus", "WorkerStatus", "read_status", "request_removal",
@@ -46,6 +47,26 @@ POLL_S = 0.1
 _MOST_LISTED = 8
 _REQUEST = "requests/{}/request.json"
 _ANSWER = "answers/{}/answer.json"
+_REQUEST_BYTES = 4096
+"""Largest request that is read."""
+
+
+class _Addressed(TypedDict):
+    driver: str
+
+
+class _RequestFile(_Addressed, total=False):
+    """The content of ``request.json``."""
+
+    remove: str
+    stop: bool
+
+
+class _AnswerFile(TypedDict):
+    """The content of ``answer.json``."""
+
+    ok: bool
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +107,7 @@ class ControlChannel:
         self._is_awake = self._must_poll = False
         self._closes_by: float | None = None
         self._to_write: RunStatus | None = None
-        self._answers: dict[str, dict[str, Any]] = {}
+        self._answers: dict[str, _AnswerFile] = {}
         self._inbox: list[Request] = []
         self._problem: str | None = None
         # The thread's own:
@@ -188,7 +209,7 @@ class ControlChannel:
         while not self._try(self._write_status, status) and time.monotonic() < closes_by:
             time.sleep(POLL_S)
         self._try(self._poll)
-        refusal = {"ok": False, "sentence": f"the run has ended ({status.state})"}
+        refusal: _AnswerFile = {"ok": False, "sentence": f"the run has ended ({status.state})"}
         for request_id in sorted(self._received - self._answered):
             self._answers.setdefault(request_id, refusal)
         self._try(self._write_answers)
@@ -234,12 +255,17 @@ class ControlChannel:
             if request_id in self._received:
                 continue
             try:
-                request = self._storage.read_json(_REQUEST.format(request_id))
+                name = _REQUEST.format(request_id)
+                request = self._storage.read_json(name, _RequestFile, most=_REQUEST_BYTES)
                 is_mine = request["driver"] == self.driver
-                worker_id = None if request.get("stop") else str(request["remove"])
+                worker_id = None if request.get("stop") else request.get("remove", "")
             except FileNotFoundError:
                 continue  # withdrawn, or not written yet: then the next poll finds it
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
+                is_mine, worker_id = False, None
+            except OSError as error:
+                if not is_no_file_of_ours(error):
+                    raise
                 is_mine, worker_id = False, None
             self._received.add(request_id)
             with self._changed:
@@ -288,8 +314,8 @@ def _read(storage: Storage) -> RunStatus:
         # Listed first: NFS caches attributes of a name until its folder is opened.
         names = storage.list_dir("")
         if "status.json" in names:
-            return from_values(storage.read_json("status.json"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            return read_file(storage)
+    except (OSError, ValueError) as error:
         raise DataError(storage.root, f"its status cannot be read: {in_words(error)}") from error
     raise DataError(
         storage.root,
@@ -383,11 +409,13 @@ def _status_now(folder: str) -> RunStatus | None:
     return replace(status, silent_s=age_s if is_silent else 0.0)
 
 
-def _ask(folder: str, request: dict[str, Any], timeout_s: float) -> str:
+def _ask(folder: str, request: _RequestFile, timeout_s: float) -> str:
     try:
         answer = _send(open_run(folder).storage, request, timeout_s)
     except OSError as error:
         raise DataError(folder, f"the request cannot be written: {in_words(error)}") from error
+    except ValueError as error:
+        raise DataError(folder, f"the driver's answer is damaged: {error}") from error
     if answer is None:
         raise RaydlError(
             f"the driver did not answer within {timeout_s:g} s: it may be busy; see raydl "
@@ -395,14 +423,14 @@ def _ask(folder: str, request: dict[str, Any], timeout_s: float) -> str:
         )
     if not answer["ok"]:
         raise RaydlError(answer["sentence"])
-    return str(answer["sentence"])
+    return answer["sentence"]
 
 
-def _send(storage: Storage, request: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+def _send(storage: Storage, request: _RequestFile, timeout_s: float) -> _AnswerFile | None:
     """Write a request and return its answer, or None; delete the files of both."""
     request_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
     until = time.monotonic() + timeout_s
-    answer: dict[str, Any] | None = None
+    answer: _AnswerFile | None = None
     try:
         # The driver may delete the request's folder before that folder is flushed.
         with suppress(FileNotFoundError):
@@ -412,7 +440,7 @@ def _send(storage: Storage, request: dict[str, Any], timeout_s: float) -> dict[s
             # The answer's folder may exist before the answer.
             with suppress(FileNotFoundError):
                 if request_id in storage.list_dir("answers"):
-                    answer = storage.read_json(_ANSWER.format(request_id))
+                    answer = storage.read_json(_ANSWER.format(request_id), _AnswerFile)
     finally:
         for name in ("requests", "answers"):
             with suppress(OSError):

@@ -19,17 +19,30 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TypedDict
 
 from raydl.errors import SupersededError
 from raydl.storage import Storage
 
 FOLDER = "driver-epochs"
-_NAME = re.compile(r"(\d{8,})-[0-9a-f]{8}\.json")
-_IN_CHECKPOINT = re.compile(r"-e(\d+)")
+_NAME = re.compile(r"(\d{8,18})-[0-9a-f]{8}\.json")
+_IN_CHECKPOINT = re.compile(r"-e(\d{1,18})\b")
 """The driver epoch in the name of a checkpoint; see ``raydl.checkpoint.store``."""
+HOLDER_BYTES = 4096
+"""Largest record of a driver that is read."""
+
+
+class Holder(TypedDict):
+    """A driver's record of itself, in a lock and in the file of its epoch."""
+
+    driver: str
+    since: str
+
+
+def describe(holder: Holder) -> str:
+    """Return the driver and its time: ``process 12 on a since 2026-11-28 10:00:00``."""
+    return f"{holder['driver']} since {holder['since']}"
 
 
 class DriverEpoch:
@@ -48,7 +61,7 @@ class DriverEpoch:
         self._over: SupersededError | None = None
 
     @classmethod
-    def take_next(cls, storage: Storage, holder: Mapping[str, Any]) -> DriverEpoch | None:
+    def take_next(cls, storage: Storage, holder: Holder) -> DriverEpoch | None:
         """Take the next epoch of a run; return None if another driver did at the same time.
 
         Args:
@@ -95,9 +108,9 @@ class DriverEpoch:
         if newer:
             name = max(newer, key=lambda name: newer[name])
             holder = ""
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                record = self._storage.read_json(f"{FOLDER}/{name}")
-                holder = f"{record['driver']} since {record['since']}"
+            with suppress(OSError, ValueError):
+                record = self._storage.read_json(f"{FOLDER}/{name}", Holder, most=HOLDER_BYTES)
+                holder = describe(record)
             self._over = SupersededError(self._storage.root, self.number, newer[name], holder)
             raise self._over
 

@@ -28,8 +28,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from raydl.checkpoint.figures import read_figures
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.errors import CheckpointError, ConfigError, DataError
@@ -38,6 +39,7 @@ from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.lock import held
 from raydl.run.versions import installed_version
 from raydl.storage import Storage, below, in_words, parent_and_name
+from raydl.typed import Count, typed
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
@@ -61,6 +63,38 @@ NO_RUN = (
     "--storage-path where the run is kept"
 )
 """Problem of a folder without a run."""
+
+
+class _ConfigOfAll(TypedDict):
+    config: dict[str, Any]
+    versions: dict[str, str]
+
+
+class ConfigFile(_ConfigOfAll, total=False):
+    """The content of ``config.json``; that of earlier versions lacks some."""
+
+    redacted: list[str]
+    normalization: dict[str, list[float]] | None
+    commit: str | None
+    submission: str | None
+    driver_epoch: Count
+
+
+def read_config_file(storage: Storage) -> ConfigFile:
+    """Return the content of a run's ``config.json``.
+
+    Args:
+        storage: the run's folder.
+
+    Raises:
+        OSError: it is absent or cannot be read.
+        ValueError: it is damaged.
+        DataError: it is the ``config.json`` of another program.
+    """
+    values = storage.read_json("config.json", object)
+    if not isinstance(values, dict) or not {"config", "versions"} <= values.keys():
+        raise DataError(storage.root, "no run is there: its config.json is not of raydl")
+    return typed(ConfigFile, values)
 
 
 class RunFolder:
@@ -210,21 +244,17 @@ class RunFolder:
         Raises:
             DataError: there is no run, or its settings cannot be read.
         """
-        statistics: dict[str, list[float]] | None = self._read_config().get("normalization")
-        return statistics
+        return self._read_config().get("normalization")
 
-    def _read_config(self) -> dict[str, Any]:
+    def _read_config(self) -> ConfigFile:
         try:
-            values: dict[str, Any] = self.storage.read_json("config.json")
+            return read_config_file(self.storage)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataError(self.root, NO_RUN) from error
         except ValueError as error:
             raise DataError(self.root, f"its config.json is damaged: {error}") from error
         except OSError as error:
             raise DataError(self.root, f"it cannot be read: {in_words(error)}") from error
-        if not _is_of_raydl(values):
-            raise DataError(self.root, "no run is there: its config.json is not of raydl")
-        return values
 
     def is_complete(self) -> bool:
         """Return whether the newest start trained to the end and wrote all files of the run.
@@ -233,11 +263,10 @@ class RunFolder:
             CheckpointError: the folder cannot be read.
         """
         try:
-            config = self.storage.read_json("config.json")
-            epoch = self.finished_result().get("driver_epoch", 0)
-            is_newest = _is_of_raydl(config) and epoch == config.get("driver_epoch")
+            config = read_config_file(self.storage)
+            is_newest = self.finished_result().get("driver_epoch", 0) == config.get("driver_epoch")
             return is_newest and self.storage.exists("center.safetensors")
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, DataError):
             return False
         except OSError as error:
             raise CheckpointError(self.root, f"cannot be read: {in_words(error)}") from error
@@ -249,19 +278,17 @@ class RunFolder:
             OSError: the storage failed.
         """
         try:
-            result = self.storage.read_json("result.json")
+            result = read_figures(self.storage)
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
-        return result if isinstance(result, dict) and not result.get("stopped_by") else {}
+        return {} if result.get("stopped_by") else result
 
     def redacted_settings(self) -> list[str]:
         """Return the dotted names of the settings whose credentials ``config.json`` omits."""
         try:
-            values = self.storage.read_json("config.json")
-        except (OSError, ValueError):
+            return read_config_file(self.storage).get("redacted", [])
+        except (OSError, ValueError, DataError):
             return []
-        names = values.get("redacted") if _is_of_raydl(values) else None
-        return names if isinstance(names, list) else []
 
     def begun_by(self) -> str | None:
         """Return the id of the submission that wrote ``config.json``, or None.
@@ -270,10 +297,9 @@ class RunFolder:
             OSError: the storage failed.
         """
         try:
-            values = self.storage.read_json("config.json")
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return read_config_file(self.storage).get("submission")
+        except (FileNotFoundError, NotADirectoryError, ValueError, DataError):
             return None
-        return values.get("submission") if _is_of_raydl(values) else None
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the figures of the run."""
@@ -320,13 +346,6 @@ def open_run(path: str) -> RunFolder:
     storage = parent if "://" in path else None
     run = RunConfig(run_dir=name if storage else path, storage_path=storage)
     return RunFolder(TrainConfig(run=run))
-
-
-def _is_of_raydl(values: Any) -> bool:
-    """Whether ``RunFolder.write_config`` may have written the content of a ``config.json``."""
-    return (
-        isinstance(values, dict) and "versions" in values and isinstance(values.get("config"), dict)
-    )
 
 
 def _versions() -> dict[str, str]:

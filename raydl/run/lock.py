@@ -27,11 +27,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from raydl.errors import ConfigError, SupersededError
 from raydl.redaction import redact
-from raydl.run.driver_epoch import DriverEpoch
+from raydl.run.driver_epoch import HOLDER_BYTES, DriverEpoch, Holder, describe
 from raydl.storage import Storage, in_words, parse_json
 from raydl.storage.local_files import LocalFiles
 
@@ -45,8 +44,6 @@ LOCK_POLL_S = 3.0
 """Seconds between two attempts to get a lock."""
 LOCK = "driver.lock"
 _LOCK_OBJECTS = "drivers"
-_RECORD_BYTES = 4096
-"""Largest record of a driver that is read."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -135,7 +132,7 @@ def _lock(storage: Storage, setting: str) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(descriptor, _RECORD_BYTES, 0)
+        holder = os.pread(descriptor, HOLDER_BYTES, 0)
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
             raise _in_use(storage, setting, holder) from None
@@ -158,7 +155,8 @@ def _write_holder(
     Raises:
         ConfigError: the file cannot be written.
     """
-    holder = _this_process() if epoch is None else {**_this_process(), "driver_epoch": epoch.number}
+    number = {} if epoch is None else {"driver_epoch": epoch.number}
+    holder = {**_this_process(), **number}
     try:
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -214,7 +212,7 @@ def is_locked(folder: str) -> bool:
     return False
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> Holder:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"driver": f"process {os.getpid()} on {socket.gethostname()}", "since": since}
 
@@ -222,9 +220,8 @@ def _this_process() -> dict[str, Any]:
 def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
     """Return the error for a folder in use; ``data`` is the content of a lock file or object."""
     try:
-        record = parse_json(data)
-        holder = f"{record['driver']} since {record['since']}"
-    except (ValueError, KeyError, TypeError):
+        holder = describe(parse_json(data, Holder))
+    except ValueError:
         holder = "another driver"  # which has not written its record yet
     return ConfigError(
         setting,
@@ -323,6 +320,6 @@ class _LockObject:
         """Return the content of a lock object, empty if it was released meanwhile."""
         try:
             path = f"{_LOCK_OBJECTS}/{name}/driver.json"
-            return self._storage.read_bytes(path, most=_RECORD_BYTES)
+            return self._storage.read_bytes(path, most=HOLDER_BYTES)
         except FileNotFoundError:
             return b""

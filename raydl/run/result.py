@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from raydl.checkpoint.figures import read_figures
 from raydl.checkpoint.store import CheckpointStore
 from raydl.errors import DataError
 from raydl.redaction import redact
-from raydl.run.folder import NO_RUN, open_run
+from raydl.run.folder import NO_RUN, open_run, read_config_file
 from raydl.storage import Storage, below, in_words
 
 
@@ -66,8 +67,8 @@ class Result:
         """
         storage = open_run(path).storage
         try:
-            metrics = storage.read_json("result.json")
-            start = storage.read_json("config.json").get("driver_epoch")
+            metrics = read_figures(storage)
+            start = read_config_file(storage).get("driver_epoch")
         except FileNotFoundError as error:
             not_ended = "the run has no result.json: it has not ended"
             raise DataError(path, not_ended if storage.exists("config.json") else NO_RUN) from error
@@ -83,7 +84,7 @@ class Result:
         """Return the result with the newest checkpoint of a store."""
         names = store.names()
         newest = RunCheckpoint(path, names[-1]) if names else None
-        return cls(metrics, path, newest, metrics["stopped_by"])
+        return cls(metrics, path, newest, metrics.get("stopped_by", ""))
 
     def __repr__(self) -> str:
         """Return all fields, without credentials of URIs."""

@@ -16,7 +16,9 @@ from raydl.core.center import MakeOptimizer, Snapshot, extended_state, first_sna
 from raydl.core.flat import FlatModel
 from raydl.core.methods import Method
 from raydl.core.optimizers import make_optimizer
+from raydl.core.saved_state import reported_as_damage
 from raydl.core.stop_condition import StopCondition
+from raydl.data.ledger import check_state
 from raydl.data.order import Order
 from raydl.errors import CheckpointError, ConfigError, reading_error
 from raydl.run.folder import RunFolder
@@ -109,9 +111,12 @@ class Start:
         checkpoint, damage = store.read()
         names = [*checkpoint.state.get("unfrozen", ())]  # absent in earlier versions
         new = [name for name in unfrozen if name not in names]
-        best.flat = flat = flat.with_unfrozen([*names, *new])
-        snapshot = _extended(snapshot_of(checkpoint, flat), checkpoint, flat, method)
-        flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
+        with reported_as_damage(below(folder.root, "checkpoints")):
+            best.flat = flat = flat.with_unfrozen([*names, *new])
+            snapshot = _extended(snapshot_of(checkpoint, flat), checkpoint, flat, method)
+            check_state(snapshot.ledger)
+            flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
+            before = Totals.of(checkpoint, folder.storage)
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
         result = _result_at(folder, snapshot)
         ended_by, why = result.get("ended_by"), result.get("ended_because")
@@ -134,7 +139,7 @@ class Start:
             own_states,
             checkpoint.seconds,
             [*damage, *warnings, sentence],
-            Totals.of(checkpoint, folder.storage),
+            before,
             is_trained,
             ended,
             result,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from raydl.core.progress import Progress
 from raydl.redaction import redact_values
+from raydl.storage import Storage
+from raydl.typed import Count, Seconds, typed
 
 _FINAL = ("finished", "stopped", "failed")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,13 @@ class WorkerStatus:
     """starting, ready, training, left out, leaving."""
     node: str
     """The last digits of its Ray node's id; empty if it has no node yet."""
-    local_step: int
-    round: int
-    step_s: float
+    local_step: Count
+    round: Count
+    step_s: Seconds
     """Seconds per local step."""
-    waited_s: float
+    waited_s: Seconds
     """Total seconds of waiting for others."""
-    since_s: float
+    since_s: Seconds
     """Seconds in this state."""
 
 
@@ -41,7 +42,7 @@ class RunStatus:
     progress: Progress
     """Progress at the newest record; its seconds are those of the run, including the waits for
     workers."""
-    num_workers: int
+    num_workers: Count
     """Number of workers that train."""
     wanted: str
     """The number of workers in the settings: N, or MIN:MAX."""
@@ -49,13 +50,13 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...]
     events: tuple[str, ...]
     """The newest lines of the log, oldest first."""
-    checkpoint_at: float | None = None
+    checkpoint_at: Seconds | None = None
     """Unix time of the newest checkpoint of this driver, or None if it has written none."""
-    told_at: float = 0.0
+    told_at: Seconds = 0.0
     """Unix time of the status, by the clock of the driver's machine."""
     driver: str = ""
     """The driver's process."""
-    silent_s: float = 0.0
+    silent_s: Seconds = 0.0
     """0 while the driver writes its status; else seconds since the last one."""
 
     @property
@@ -87,19 +88,15 @@ def to_dict(status: RunStatus) -> dict[str, Any]:
     return {**values.pop("progress"), **values}
 
 
-def from_values(contents: Any) -> RunStatus:
-    """Return the status in the contents of ``status.json``; ignores fields of newer versions.
+def read_file(storage: Storage) -> RunStatus:
+    """Return the status in ``status.json``; ignores fields of newer versions.
+
+    Args:
+        storage: the run's folder.
 
     Raises:
-        ValueError, TypeError, KeyError: it is damaged.
+        OSError: the file is absent or cannot be read.
+        ValueError: it is damaged.
     """
-    values = dict(contents)
-    values["workers"] = tuple(_known(WorkerStatus, w) for w in values["workers"])
-    values["events"] = tuple(values["events"])
-    values["progress"] = Progress.from_dict(values)
-    return _known(RunStatus, values)
-
-
-def _known(cls: type[_T], values: dict[str, Any]) -> _T:
-    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in values.items() if name in names})
+    contents: dict[str, Any] = storage.read_json("status.json", dict[str, Any])
+    return typed(RunStatus, {**contents, "progress": contents})

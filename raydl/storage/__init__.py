@@ -38,6 +38,7 @@ from pyarrow import fs
 from raydl.errors import ConfigError, StorageSilentError
 from raydl.redaction import redact
 from raydl.storage.local_files import LocalFiles
+from raydl.typed import typed
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _S3_ATTEMPTS = 5
@@ -52,8 +53,11 @@ _COPIED_BYTES = 5 << 30
 """Largest object that S3 copies by itself."""
 _NO_COPIES = r"(?i)not.?implemented|method.?not.?allowed"
 """Answers of stores that cannot copy."""
-_JSON_BYTES = 64 << 20
-"""Largest JSON file that is read: the status of ten thousand workers has 2 MB."""
+JSON_BYTES = 16 << 20
+"""Largest JSON file that is read: the status of ten thousand workers has 2 MB. In memory its value
+may take twenty times as much."""
+_MOST_NESTED = 200
+"""Deepest nesting of a JSON text: functions that call themselves for each level can take it."""
 _UPLOAD = ".upload-"
 _SYNC_BYTES = 64 << 20
 """A local file is flushed each time that this many bytes were written."""
@@ -82,6 +86,9 @@ _ADVICE = (
         "and the network",
     ),
 )
+
+
+_Parsed = TypeVar("_Parsed")
 
 
 def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
@@ -146,16 +153,37 @@ def _split(place: str) -> tuple[str, str, str]:
     return scheme + colon, base, mark + query
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, kind: type[_Parsed]) -> _Parsed:
     """Return the value of a JSON text, which anybody may have written.
 
+    Args:
+        text: the text.
+        kind: what it must contain; see ``raydl.typed``.
+
     Raises:
-        ValueError: it is not JSON, or is nested too deeply to be parsed.
+        ValueError: it is not JSON, is nested too deeply, or contains something else.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if _is_nested_deeper(value, _MOST_NESTED):
+        raise ValueError("it is nested too deeply")
+    return typed(kind, value)
+
+
+def _is_nested_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        containers = [inner for inner in level if isinstance(inner, (dict, list))]
+        if not containers:
+            return False
+        level = [
+            element
+            for inner in containers
+            for element in (inner.values() if isinstance(inner, dict) else inner)
+        ]
+    return True
 
 
 class Sum(NamedTuple):
@@ -504,21 +532,30 @@ class Storage:
             OSError: the file is absent, cannot be read, or is too large.
         """
         with self._calling(f"to read {name}"):
-            if most is not None and (size := self.num_bytes(name)) > most:
-                problem = f"{name} has {size:,} bytes, and at most {most:,} are read"
-                raise OSError(errno.EFBIG, problem)
-            with self._open(name) as stream:
-                data: bytes = stream.read()
-            return data
+            if most is None:
+                return b"".join(self.read_pieces(name))
+            data = bytearray()
+            for piece in self.read_pieces(name):  # it may grow meanwhile
+                data += piece
+                if len(data) > most:
+                    size = max(self.num_bytes(name), len(data))
+                    problem = f"{name} has {size:,} bytes, and at most {most:,} are read"
+                    raise OSError(errno.EFBIG, problem)
+            return bytes(data)
 
-    def read_json(self, name: str) -> Any:
+    def read_json(self, name: str, kind: type[_Parsed], *, most: int = JSON_BYTES) -> _Parsed:
         """Return the value in a JSON file.
 
+        Args:
+            name: name of the file.
+            kind: what it must contain; see ``raydl.typed``.
+            most: the largest size that is read, in bytes.
+
         Raises:
-            OSError: the file is absent, cannot be read, or has more than 64 MiB.
-            ValueError: it is not JSON.
+            OSError: the file is absent, cannot be read, or is too large.
+            ValueError: it is not JSON, or contains something else.
         """
-        return parse_json(self.read_bytes(name, most=_JSON_BYTES))
+        return parse_json(self.read_bytes(name, most=most), kind)
 
     def read_pieces(self, name: str) -> Iterator[bytes]:
         """Yield the contents of a file in order, in pieces.

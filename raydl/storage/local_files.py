@@ -21,6 +21,8 @@ from typing import IO
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _IS_LINK = (errno.ELOOP, errno.EMLINK)
 """Errors of a system that does not follow a link; the second is FreeBSD's."""
+_IS_IRREGULAR = (errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP, errno.EISDIR)
+"""Errors at the opening of a socket, a device without a driver, a pipe or a folder."""
 
 
 class LocalFiles:
@@ -65,7 +67,7 @@ class LocalFiles:
             descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, f"{name} is not a regular file")
+                raise _irregular(name)
         except OSError:
             os.close(descriptor)
             raise
@@ -192,4 +194,15 @@ def _said_with(name: str) -> Iterator[None]:
         if error.errno in _IS_LINK:
             problem = f"{name} is a symbolic link, which is not followed inside this folder"
             raise OSError(errno.ELOOP, problem) from None
+        if error.errno in _IS_IRREGULAR:
+            raise _irregular(name) from None
         raise
+
+
+def _irregular(name: str) -> OSError:
+    return OSError(errno.EINVAL, f"{name} is not a regular file")
+
+
+def is_no_file_of_ours(error: OSError) -> bool:
+    """Whether a name holds something that raydl does not write, so that no further try helps."""
+    return error.errno in (errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENOTDIR)

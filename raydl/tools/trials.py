@@ -1,7 +1,7 @@
 """``raydl.tune``: runs as trials of Ray Tune.
 
 A trial is a run with workers of its own, which join and leave as in any run. The trial itself only
-drives them, so it reserves next to nothing.
+drives them, so it reserves no CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         ConfigError: if ``run.name`` is set, which all trials would share.
     """
     _refuse_name(config)
-    from raydl.ray_backend.ray_tune import TrialReports, as_trial, trial_folder
+    from raydl.ray_backend.ray_tune import TrialReports, as_trial, events_printed, trial_folder
 
     def run_trial(parameters: Mapping[str, Any]) -> None:
         folder = trial_folder()
@@ -50,7 +50,8 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         trainer = Trainer.from_config(replace(settings, run=run))
         trainer.callbacks = (reports,)
         try:
-            trainer.fit()
+            with events_printed():
+                trainer.fit()
         except ConfigError as error:  # if the run is complete, and its length the same
             if error.setting != "run.resume" or not _repeat_last(reports, root):
                 raise

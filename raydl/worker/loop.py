@@ -28,7 +28,7 @@ from raydl.core.optimizers import lr_at, make_optimizer
 from raydl.core.replica import Replica, Stepped
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.rules import Sends
-from raydl.core.saved_state import pack
+from raydl.core.saved_state import pack, reported_as_damage
 from raydl.core.scores import Evaluated
 from raydl.core.strategy import WorkerContext
 from raydl.core.tensor_files import TensorFile
@@ -168,7 +168,8 @@ class Worker:
         self.last_score = None
         with self.parts.measure("initialization"):
             if self.runner.strategy is None:
-                self._start_from(snapshot, own_state)
+                with reported_as_damage(f"of worker {self.worker_id}"):
+                    self._start_from(snapshot, own_state)
             elif self._has_diverged:
                 self._start_over(snapshot, is_earlier=True)
                 self._has_diverged = self.runner.is_behind = False

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -509,26 +510,29 @@ def test_a_folder_that_can_not_be_listed_after_the_write_causes_a_warning(tmp_pa
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda m: [m], "expected a JSON object, got list"),
-        (lambda m: 7, "expected a JSON object, got int"),
+        (lambda m: [m], "it must be an object, got a list"),
+        (lambda m: 7, "it must be an object, got 7"),
         (lambda m: {k: v for k, v in m.items() if k != "format"}, "format is missing"),
-        (lambda m: {**m, "format": "1"}, "format must be of type int, got str"),
+        (lambda m: {**m, "format": "1"}, "format must be a whole number, got '1'"),
         (lambda m: {k: v for k, v in m.items() if k != "workers"}, "workers is missing"),
         (lambda m: {k: v for k, v in m.items() if k != "files"}, "files is missing"),
-        (lambda m: {**m, "files": [*m["files"]]}, "files must be of type dict, got list"),
-        (lambda m: {**m, "files": {"center.safetensors": 3}}, "expected a JSON object, got int"),
+        (lambda m: {**m, "files": [*m["files"]]}, "files must be an object, got a list"),
         (
-            lambda m: {**m, "files": {"center.safetensors": {"bytes": "3"}}},
-            "bytes must be of type int, got str",
+            lambda m: {**m, "files": {"center.safetensors": 3}},
+            "files.center.safetensors must be an object, got 3",
         ),
-        (lambda m: {**m, "workers": [["w0"]]}, "a worker's id must be of type str, got list"),
-        (lambda m: {**m, "workers": None}, "workers must be of type list, got NoneType"),
-        (lambda m: {**m, "round": "2"}, "round must be of type int, got str"),
-        (lambda m: {**m, "generation": None}, "generation must be of type int, got NoneType"),
-        (lambda m: {**m, "num_samples": True}, "num_samples must be of type int, got bool"),
-        (lambda m: {**m, "seconds": "long"}, "seconds must be of type float, got str"),
+        (
+            lambda m: {**m, "files": {"center.safetensors": {"bytes": "3", "crc32": 1}}},
+            "bytes must be a whole number, got '3'",
+        ),
+        (lambda m: {**m, "workers": [["w0"]]}, "workers[0] must be a text, got a list"),
+        (lambda m: {**m, "workers": None}, "workers must be a list, got None"),
+        (lambda m: {**m, "round": "2"}, "round must be a whole number, got '2'"),
+        (lambda m: {**m, "generation": None}, "generation must be a whole number, got None"),
+        (lambda m: {**m, "num_samples": True}, "num_samples must be a whole number, got True"),
+        (lambda m: {**m, "seconds": "long"}, "seconds must be a number, got 'long'"),
         (lambda m: {**m, "num_samples": m["num_samples"] + 1}, "its checksum does not match"),
-        (lambda m: {**m, "format": 0}, "there is no format 0"),
+        (lambda m: {**m, "format": 0}, "format must be from 1 to"),
     ],
 )
 def test_with_a_malformed_manifest_the_previous_checkpoint_is_read(tmp_path, change, problem):
@@ -537,11 +541,12 @@ def test_with_a_malformed_manifest_the_previous_checkpoint_is_read(tmp_path, cha
         store.write(make(round))
     manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
     manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
-    with pytest.raises(CheckpointError, match=f"its manifest is damaged: .*{problem}"):
+    with pytest.raises(CheckpointError, match=f"its manifest is damaged: .*{re.escape(problem)}"):
         store.read_center()
     checkpoint, damage = store.read()
     assert checkpoint.progress.round == 1
-    assert f"round-00000002: its manifest is damaged: {problem}" in damage[0]
+    assert "round-00000002: its manifest is damaged: " in damage[0]
+    assert problem in damage[0]
 
 
 def test_with_a_file_missing_in_the_manifest_the_previous_checkpoint_is_read(tmp_path):
@@ -672,7 +677,7 @@ def rewritten(root, change):
         (lambda m: m["workers"].append("../w9"), "'../w9' is not the id of a worker"),
         (lambda m: m.update(round=-1), "round must be from 0 to"),
         (lambda m: m.update(num_samples=10**30), "num_samples must be from 0 to"),
-        (lambda m: m.update(seconds=float("inf")), "seconds must be a finite number"),
+        (lambda m: m.update(seconds=float("inf")), "seconds must be from 0 to"),
         (lambda m: m["files"]["state.safetensors"].update(bytes=-1), "bytes must be from 0 to"),
     ],
 )

@@ -335,7 +335,7 @@ def test_a_run_learns_and_writes_all_its_files(tmp_path, capsys):
     run = tmp_path / "run"
     assert train(run, "--epochs", "12") == 0
     out = capsys.readouterr().out
-    assert f"tensorboard --logdir {run}" in out
+    assert f"tensorboard --logdir_spec run:{run}" in out
     result = result_of(run)
     assert result["center_accuracy"] > 0.9
     assert result["samples"] == 12 * 96

@@ -25,7 +25,7 @@ from raydl.metrics import (
     tag_of,
     time_values,
 )
-from raydl.metrics.tensorboard import make_layout
+from raydl.metrics.tensorboard import make_layout, viewing_command
 from raydl.ray_backend import ray_metrics
 from raydl.ray_backend.ray_metrics import EXPORTED, RayMetrics, exported_name
 from raydl.tools.report.events import read_history
@@ -51,6 +51,29 @@ def test_every_curve_of_the_page_is_one_that_is_written():
         assert any(re.fullmatch(pattern, name) for name in TAGS), pattern
     for series in [series for chart in charts for series in chart.margin.series]:
         assert {series.lower, series.value, series.upper} <= set(TAGS)
+
+
+def test_a_chart_has_one_curve_of_a_run_unless_its_curves_are_of_workers_or_never_cross():
+    """TensorBoard gives all curves of a run one color."""
+    charts = [chart for category in make_layout().category[:-1] for chart in category.chart]
+    for chart in charts:
+        shown = [n for n in TAGS if any(re.fullmatch(p, n) for p in chart.multiline.tag)]
+        assert len(shown) == 1 or chart.margin.series, chart.title
+
+
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [
+        ("runs/a", "tensorboard --logdir_spec a:runs/a"),
+        ("/my runs/a", "tensorboard --logdir_spec 'a:/my runs/a'"),
+        ("s3://b/runs/a", "tensorboard --logdir_spec a:s3://b/runs/a"),
+        ("runs/a:b", "tensorboard --logdir runs/a:b"),
+        ("runs,1/a", "tensorboard --logdir runs,1/a"),
+        (".", "tensorboard --logdir ."),
+    ],
+)
+def test_the_command_for_tensorboard_names_the_run_after_its_folder(folder, command):
+    assert viewing_command(folder) == command
 
 
 def test_the_stack_has_a_band_for_each_of_the_eight_parts_on_top_of_the_one_before():

@@ -53,7 +53,7 @@ def has_all(get):
     pictures = {name for names in get("images/tags").values() for name in names}
     if not (scalars >= EXPECTED and "center/predictions" in pictures):
         return False
-    return get("scalars/scalars?run=.&tag=center/accuracy")[-1][1] >= 3 * 1438
+    return get("scalars/scalars?run=run/.&tag=center/accuracy")[-1][1] >= 3 * 1438
 
 
 def make_picture():
@@ -72,8 +72,12 @@ def test_it_lists_the_curves_of_a_run_and_each_has_its_sentence(fetch):
         assert tag_of(name).name in TAGS
 
 
+def test_the_run_has_the_name_of_its_folder(fetch):
+    assert list(fetch("scalars/tags")) == ["run/."]
+
+
 def test_it_serves_the_points_of_a_curve(fetch):
-    points = fetch("scalars/scalars?run=.&tag=center/accuracy")
+    points = fetch("scalars/scalars?run=run/.&tag=center/accuracy")
     assert points[-1][1] == 3 * 1438  # the x-axis is samples
     assert 0.1 < points[-1][2] <= 1.0
 

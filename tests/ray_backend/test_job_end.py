@@ -1,5 +1,9 @@
 """The answers of Ray's job client and their meaning, without a cluster."""
 
+import http.server
+import json
+import threading
+
 import pytest
 from ray.exceptions import RpcError
 
@@ -103,6 +107,48 @@ def test_a_refusal_raises_one_sentence_with_the_reason(client, error, end):
         client(error, http_error(404, "Job x does not exist")).submit("x", "true")
     assert str(caught.value).endswith(end)
     assert "\n" not in str(caught.value)
+
+
+class Dashboard(http.server.BaseHTTPRequestHandler):
+    """Answers as a dashboard does when a client asks for its version."""
+
+    def do_GET(self):
+        body = json.dumps({"ray_version": "2.60.0", "version": "4"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """Let the environment name a proxy that does not answer."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://user:secret@127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_cluster_on_this_machine_is_reached_without_the_proxy(proxy, host):
+    with http.server.HTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://{host}:{server.server_port}"
+        assert job_client.RayJobs(address).address == address
+        server.shutdown()
+
+
+def test_the_proxy_to_another_machine_that_does_not_answer_is_named(proxy):
+    with pytest.raises(RaydlError) as caught:
+        job_client.RayJobs("http://head.example:8265")
+    said = str(caught.value)
+    assert said.startswith("no Ray cluster answers at http://head.example:8265: ")
+    assert "went to the proxy http://127.0.0.1:9 of this environment" in said
+    assert said.endswith("add head.example to no_proxy")
 
 
 @pytest.mark.parametrize(

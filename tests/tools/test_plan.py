@@ -423,6 +423,13 @@ def test_the_command_prints_a_table_and_a_picture(capsys):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_a_plan_in_which_nobody_waits_says_so_in_place_of_equal_bars(capsys):
+    assert cli.main(["plan", "--step-s", "1", "--workers", "2:8"]) == 0
+    text = capsys.readouterr().out
+    assert "no worker waits: its exchanges pass while it computes gradients" in text
+    assert "####" not in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -152,7 +152,7 @@ def test_a_damaged_configuration_gives_one_sentence(tmp_path):
     with pytest.raises(DataError, match=r"config\.json is damaged"):
         read_run(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(DataError, match="contains no settings"):
+    with pytest.raises(DataError, match="is not of raydl"):
         read_run(str(tmp_path))
 
 
@@ -256,6 +256,8 @@ def test_hostile_names_are_escaped():
         "workers/count": Curve((1,), (1.0,), (2.0,)),
         "workers/generation": Curve((1,), (1.0,), (1.0,)),
     }
+    manifest = {"format": 2, "round": 1, "generation": 1, "num_samples": 1, "seconds": 1.0}
+    manifest |= {"workers": [hostile], "files": {hostile: {"bytes": 1, "crc32": 1}}}
     run = facts_of(
         hostile,
         config={hostile: hostile, "method.name": hostile},
@@ -267,7 +269,7 @@ def test_hostile_names_are_escaped():
             "warnings": [hostile],
         },
         history=History(curves, events, num_starts=1),
-        checkpoints=({"name": hostile, "workers": [hostile]},),
+        checkpoints=((hostile, manifest),),
         notes=(hostile,),
     )
     for page in (make_page([run]), make_page([run, facts_of("b")])):

@@ -23,6 +23,8 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.errors import ConfigError
+from raydl.run.progress_reporter import Silent
+from raydl.run.view import EventLog
 from raydl.storage import Storage, open_filesystem
 from raydl.tools.report.facts import read_run
 
@@ -85,6 +87,26 @@ def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
     while left := actor_pids(four_cpus, "WorkerActor"):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+@pytest.mark.processes  # the import of Ray Tune takes seconds
+@pytest.mark.filterwarnings(*QUIET)
+def test_a_trial_reserves_no_part_of_a_cpu():
+    trial = raydl.tune.trainable(TrainConfig())
+    assert trial._resources.required_resources == {"memory": 1.0}
+    assert trial._resources.head_cpus == 0.0
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings(*QUIET)
+def test_a_trial_prints_what_its_run_waits_for(capsys):
+    from raydl.ray_backend.ray_tune import events_printed
+
+    log = EventLog(Silent())
+    with events_printed():
+        log.event("0 of 2 workers are ready")
+    log.event("not in a trial")
+    assert capsys.readouterr().out == "0 of 2 workers are ready\n"
 
 
 def test_parameters_are_settings_by_their_dotted_names():

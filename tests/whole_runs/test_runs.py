@@ -165,7 +165,7 @@ def test_a_run_on_two_workers_reaches_its_accuracy(whole):
     assert whole.result["samples"] == 60 * 1438
     assert whole.result["workers"] == 2
     assert "center test accuracy" in whole.output
-    assert f"tensorboard --logdir {whole.path}" in whole.output
+    assert f"tensorboard --logdir_spec {whole.path.name}:{whole.path}" in whole.output
 
 
 def test_a_run_with_its_own_cluster_cannot_be_reached_from_other_hosts(whole):

@@ -144,6 +144,8 @@ def _row(runs: Sequence[Run], target: float) -> Row:
         num_planned=len(runs),
         num_reached=sum(figures["seconds_to_target"] is not None for figures in done),
         figures={name: Spread.of(of_seeds) for name, of_seeds in values.items() if of_seeds},
-        parts={p: statistics.fmean(x[p] for x in parts) for p in TIME_PARTS} if parts else {},
+        parts={p: statistics.fmean(x.get(p, 0.0) for x in parts) for p in TIME_PARTS}
+        if parts
+        else {},
         reason=next((run.reason for run in runs if run.reason), ""),
     )

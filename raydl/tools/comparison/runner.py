@@ -21,6 +21,7 @@ from raydl.config.run import RUNS
 from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.redaction import redact, redact_values
 from raydl.run.lock import is_locked
+from raydl.storage import Storage
 from raydl.tools.comparison.figures import Run, make_rows
 from raydl.tools.comparison.hparams import write_hparams
 from raydl.tools.comparison.report import describe, draw, machine, markdown, print_table, sentence
@@ -80,13 +81,14 @@ def load_complete(run: Run) -> Run:
     Raises:
         ConfigError: if the folder contains a complete run with other settings.
     """
+    from raydl.checkpoint.figures import read_figures
     from raydl.run.folder import RunFolder
 
     try:
-        figures = json.loads((run.folder / "result.json").read_bytes())
+        figures = read_figures(Storage(str(run.folder)))
     except (OSError, ValueError):
         return run
-    if figures.get("stopped_by") or "evaluations" not in figures:
+    if figures.get("stopped_by") or not {"evaluations", "time_parts"} <= figures.keys():
         return run
     before = _settings(RunFolder(run.config).read_config())
     for name, value in _settings(run.config).items():

@@ -17,12 +17,18 @@ import bisect
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 _HEADER = struct.Struct("<QI")
 """Length of a record and a checksum of the length; a 4-byte checksum follows the record."""
+_MOST_BYTES = 512 << 20
+"""Most bytes that are read from all event files of a run: those of a year of training."""
+_MOST_RECORD_BYTES = 64 << 20
+"""Longest record: a picture has less than one MB."""
+_LATEST_S = 1e12
+"""Latest Unix time of a record."""
 _ROW = re.compile(r"^\| (\d+) \| ([\d,]+) \| (\d+): ([^|]*) \|", re.MULTILINE)
 """A row of the table of memberships: generation, first sample, number of workers, worker ids."""
 
@@ -130,16 +136,17 @@ class _Start:
         self.segments[-1].purge_from = purge_from if before is None else min(before, purge_from)
 
 
-def read_history(files: Sequence[bytes]) -> History:
+def read_history(files: Iterable[bytes | Iterable[bytes]]) -> History:
     """Return the content of a run's event files.
 
     Args:
-        files: their contents, oldest first. An incomplete last record is ignored: a run that
-            still trains is about to complete it.
+        files: their contents, whole or in pieces, oldest first. An incomplete last record is
+            ignored: a run that still trains is about to complete it.
     """
     valid = _ValidPoints()
     events: list[LoggedEvent] = []
-    starts = _joined([_read_file(data) for data in files])
+    budget = _Budget()
+    starts = _joined([_read_file(budget.pieces(file)) for file in files])
     for number, start in enumerate(starts, 1):
         valid.drop_from(start.segments[0].purge_from)
         clock = _Clock(start, valid.seconds)
@@ -156,8 +163,26 @@ def read_history(files: Sequence[bytes]) -> History:
             for generation, row in start.memberships.items()
         },
         num_starts=len(starts),
-        damage=_damage(starts),
+        damage=_damage(starts) or budget.problem,
     )
+
+
+class _Budget:
+    """Bounds the bytes that are read from all files of a run."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_BYTES
+        self.problem = ""
+        """A sentence, once more than that is there."""
+
+    def pieces(self, file: bytes | Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the pieces of a file as long as the budget lasts."""
+        for piece in [file] if isinstance(file, bytes) else file:
+            self._left -= len(piece)
+            if self._left < 0:
+                self.problem = f"only the first {_MOST_BYTES >> 20} MiB of event files are read"
+                return
+            yield piece
 
 
 def _joined(files: Sequence[_Start]) -> list[_Start]:
@@ -248,18 +273,23 @@ def _is_late(point: _Point) -> bool:
     return point.tag.startswith("center/") and point.tag != "center/distance"
 
 
-def _read_file(data: bytes) -> _Start:
+def _read_file(pieces: Iterator[bytes]) -> _Start:
     # Imported here: the import takes half a second.
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto import event_pb2
 
     start, has_values = _Start(), False
-    for record in _records(data):
+    for record in _records(pieces):
         try:
             event = event_pb2.Event.FromString(record)
         except DecodeError:
+            event = None
+        # TensorBoard writes no empty record; a file with a hole has millions of them.
+        if event is None or not (event.wall_time and 0 <= event.wall_time <= _LATEST_S):
             start.num_damaged = 1
             break
+        if event.step < 0:
+            continue
         if event.HasField("session_log") and event.session_log.status == event.session_log.START:
             start.is_first_file |= not has_values
             start.mark(int(event.step))
@@ -269,16 +299,24 @@ def _read_file(data: bytes) -> _Start:
     return start
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file; each is framed by its length and two checksums."""
-    at = 0
-    while at + _HEADER.size <= len(data):
-        length, _ = _HEADER.unpack_from(data, at)
-        at += _HEADER.size
-        if at + length > len(data):
-            return
-        yield data[at : at + length]
-        at += length + 4
+def _records(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the records of a file; each is framed by its length and two checksums.
+
+    A record of an impossible length is yielded as an empty one, the last.
+    """
+    data, at = b"", 0
+    for piece in pieces:
+        data, at = data[at:] + piece, 0
+        while at + _HEADER.size <= len(data):
+            length, _ = _HEADER.unpack_from(data, at)
+            if length > _MOST_RECORD_BYTES:
+                yield b""
+                return
+            end = at + _HEADER.size + length + 4
+            if end > len(data):
+                break
+            yield data[at + _HEADER.size : end - 4]
+            at = end
 
 
 def _add_value(start: _Start, event: Any, value: Any) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raydl.checkpoint.figures import Score, readable_figures
+from raydl.checkpoint.manifest import Manifest, parse_manifest
 from raydl.config import dotted
 from raydl.errors import DataError
 from raydl.metrics.tags import OF_COMPARISON
-from raydl.run.folder import open_run
-from raydl.run.status import RunStatus, from_values, to_dict
-from raydl.storage import Storage, parent_and_name
+from raydl.run.folder import ConfigFile, open_run, read_config_file
+from raydl.run.status import RunStatus, read_file, to_dict
+from raydl.storage import JSON_BYTES, Storage, parent_and_name
 from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow, read_history
 
 _GENERATION = re.compile(r"generation (\d+): (.*)", re.DOTALL)
@@ -54,8 +56,8 @@ class RunFacts:
     """The content of ``result.json``; empty: the run has not written it."""
     status: RunStatus | None = None
     history: History = field(default_factory=History)
-    checkpoints: tuple[Mapping[str, Any], ...] = ()
-    """Manifests, oldest first."""
+    checkpoints: tuple[tuple[str, Manifest], ...] = ()
+    """Names and manifests, oldest first."""
     notes: tuple[str, ...] = ()
     """Sentences about missing or damaged files."""
 
@@ -86,9 +88,8 @@ class RunFacts:
     @property
     def time_parts(self) -> dict[str, float]:
         """Mean seconds per worker, by recorded part."""
-        parts = self.result.get("time_parts")
-        if isinstance(parts, dict):
-            return {str(part): number(seconds) or 0.0 for part, seconds in parts.items()}
+        if "time_parts" in self.result:
+            return {**self.result["time_parts"]}
         curves = self.history.curves.items()
         return {tag.removeprefix("time/"): c.values[-1] for tag, c in curves if tag[:5] == "time/"}
 
@@ -132,8 +133,8 @@ class RunFacts:
     def faults(self) -> list[str]:
         """The faults that fired, one sentence each."""
         fired = self.result.get("faults_fired")
-        if isinstance(fired, list) and self.history.num_starts <= 1:
-            return [str(sentence) for sentence in fired]
+        if fired is not None and self.history.num_starts <= 1:
+            return [*fired]
         return [e.sentence for e in self.history.events if re.match(r"fault \d+: ", e.sentence)]
 
 
@@ -168,15 +169,14 @@ def read_run(run: str) -> RunFacts:
     status = _read_status(storage, notes)
     result = _read_result(storage, status, notes)
     history = _read_events(storage, notes)
-    if not history.curves and isinstance(result.get("evaluations"), list):
+    if not history.curves and "evaluations" in result:
         history = History({"center/accuracy": _scores(result["evaluations"])})
-    commit = config.get("commit")
     return RunFacts(
         name=parent_and_name(root if "://" in root else os.path.abspath(root))[1] or root,
         root=root,
         config=dotted(config["config"]),
-        versions=config["versions"] if isinstance(config.get("versions"), dict) else {},
-        commit=commit if isinstance(commit, str) else "",
+        versions=config["versions"],
+        commit=config.get("commit") or "",
         result=result,
         status=status,
         history=history,
@@ -185,19 +185,16 @@ def read_run(run: str) -> RunFacts:
     )
 
 
-def _read_config(storage: Storage) -> dict[str, Any]:
+def _read_config(storage: Storage) -> ConfigFile:
     try:
         if not storage.exists("config.json"):
             problem = f"contains no run, config.json is missing{_runs_below(storage)}"
             raise DataError(storage.root, problem)
-        values = storage.read_json("config.json")
+        return read_config_file(storage)
     except OSError as error:
         raise DataError(storage.root, f"cannot be read: {error}") from error
     except ValueError as error:
         raise DataError(storage.root, f"config.json is damaged: {error}") from error
-    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
-        raise DataError(storage.root, "config.json is damaged: it contains no settings")
-    return values
 
 
 def _runs_below(storage: Storage) -> str:
@@ -212,18 +209,16 @@ def _runs_below(storage: Storage) -> str:
     return f"; name one or several of the runs in it: {', '.join(below[:_NAMED])}{more}"
 
 
-def _read_json(storage: Storage, name: str, notes: list[str]) -> dict[str, Any]:
-    try:
-        values = storage.read_json(name) if storage.exists(name) else {}
-    except (OSError, ValueError) as error:
-        notes.append(f"{name} cannot be read: {error}.")
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def _read_result(storage: Storage, status: RunStatus | None, notes: list[str]) -> dict[str, Any]:
     """Return the result of the newest start; empty if that start has written none."""
-    result = _read_json(storage, "result.json", notes)
+    result: dict[str, Any] = {}
+    try:
+        result, problems = readable_figures(storage)
+        notes += [f"result.json: {problem}." for problem in problems]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        notes.append(f"result.json cannot be read: {error}.")
     if status is not None and result and _is_of_an_earlier_start(result, status):
         result = {}
     if not result:
@@ -241,10 +236,10 @@ def _is_of_an_earlier_start(result: Mapping[str, Any], status: RunStatus) -> boo
 
 def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
     try:
-        return from_values(storage.read_json("status.json"))
+        return read_file(storage)
     except FileNotFoundError:
         notes.append("status.json is missing: the end of the run is unknown.")
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         notes.append(f"status.json cannot be read: {error}.")
     return None
 
@@ -254,7 +249,7 @@ def _read_events(storage: Storage, notes: list[str]) -> History:
         names = [name for name in storage.list_dir("") if name.startswith("events.out.tfevents")]
         # A comparison adds its own files to the folder; they are not starts of the run.
         names = [name for name in names if not name.endswith(OF_COMPARISON)]
-        history = read_history([storage.read_bytes(name) for name in names])
+        history = read_history(storage.read_pieces(name) for name in names)
     except OSError as error:
         notes.append(f"The event files cannot be read: {error}.")
         return History()
@@ -265,27 +260,32 @@ def _read_events(storage: Storage, notes: list[str]) -> History:
     return history
 
 
-def _scores(evaluations: list[Any]) -> Curve:
+def _scores(evaluations: list[Score]) -> Curve:
     """Return the accuracies of the center in ``result.json``, used if there are no event files."""
     keys = ("samples", "seconds", "accuracy")
     points = [
         (int(e["samples"]), float(e["seconds"]), float(e["accuracy"]))
         for e in evaluations
-        if isinstance(e, dict) and all(number(e.get(key)) is not None for key in keys)
+        if all(number(e.get(key)) is not None for key in keys)
     ]
     return Curve(*zip(*points, strict=True)) if points else Curve()
 
 
-def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
-    found = []
+def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[tuple[str, Manifest], ...]:
+    found: list[tuple[str, Manifest]] = []
     try:
-        for name in storage.list_dir("checkpoints"):
-            path = f"checkpoints/{name}/manifest.json"
-            if storage.exists(path):
-                found.append({"name": name, **_read_json(storage, path, notes)})
+        names = storage.list_dir("checkpoints")
     except OSError as error:
         notes.append(f"The checkpoints cannot be listed: {error}.")
-    return tuple(sorted(found, key=lambda manifest: number(manifest.get("round")) or 0))
+        return ()
+    for name in names:
+        path = f"checkpoints/{name}/manifest.json"
+        try:
+            if storage.exists(path):
+                found.append((name, parse_manifest(storage.read_bytes(path, most=JSON_BYTES))))
+        except (OSError, ValueError) as error:
+            notes.append(f"{path} cannot be read: {error}.")
+    return tuple(sorted(found, key=lambda item: item[1]["round"]))
 
 
 def number(value: object) -> float | None:

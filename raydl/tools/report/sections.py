@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
+from raydl.checkpoint.manifest import Manifest
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.charts import bar_in_page, words
 from raydl.metrics.tags import STACK
@@ -101,7 +101,7 @@ def _score(run: RunFacts) -> tuple[str, object, str | None]:
 def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
     """Return the tile of the best center, if the run kept one."""
     best = run.result.get("best")
-    if not isinstance(best, dict):
+    if not best:
         return []
     after = written(best.get("samples"), "after {:,.0f} samples")
     if "accuracy" in best:
@@ -117,9 +117,7 @@ def speed(run: RunFacts) -> float | None:
 
 def notes(run: RunFacts) -> Html | None:
     """Return the warnings of the run and about its files, or None if there are none."""
-    warnings = run.result.get("warnings")
-    said = [w for w in warnings if isinstance(w, str)] if isinstance(warnings, list) else []
-    if not (sentences := [*run.notes, *said]):
+    if not (sentences := [*run.notes, *run.result.get("warnings", [])]):
         return None
     return element("div", *(element("p", sentence) for sentence in sentences), class_="warn")
 
@@ -189,7 +187,7 @@ def exchange(run: RunFacts) -> Html:
         name = _explained("Longest pause", "The longest time in which no worker trained.")
         rows.append([name, duration(pause)])
     allreduce = run.result.get("allreduce")
-    if isinstance(allreduce, dict):
+    if allreduce:
         seconds = written(allreduce.get("measured_s"), "{:.4g} s")
         label = f"All-reduce, {allreduce.get('algorithm')}"
         rows.append(_cost(label, seconds, "exchange/allreduce_s"))
@@ -268,20 +266,16 @@ def checkpoints(run: RunFacts) -> Html:
     if not run.checkpoints:
         return element("p", "There are no checkpoints.", class_="note")
     rows: list[list[object]] = [
-        [str(m["name"]), written(m.get("round"), "{:,.0f}"),
-         written(m.get("num_samples"), "{:,.0f}"), duration(m.get("seconds")),
-         written(m.get("generation"), "{:.0f}"), plain(m.get("workers")), byte_size(_size(m))]
-        for m in run.checkpoints
+        [name, f"{m['round']:,}", f"{m['num_samples']:,}", duration(m["seconds"]),
+         str(m["generation"]), plain(m["workers"]), byte_size(_size(m))]
+        for name, m in run.checkpoints
     ]  # fmt: skip
     head = ["name", "round", "samples", "at", "generation", "workers", "size"]
     return table(head, rows, numbers=("round", "samples", "at", "generation", "size"))
 
 
-def _size(manifest: Any) -> float | None:
-    files = manifest.get("files")
-    if not isinstance(files, dict):
-        return None
-    return sum(number(f.get("bytes")) or 0 for f in files.values() if isinstance(f, dict))
+def _size(manifest: Manifest) -> int:
+    return sum(file["bytes"] for file in manifest["files"].values())
 
 
 def configuration(run: RunFacts) -> Html:
