@@ -26,7 +26,7 @@ from contextlib import suppress
 
 from raydl.errors import WORTH_RETRYING
 
-_PASSED_ON = frozenset(
+_PASSED_ON: frozenset[int] = frozenset(
     {
         signal.SIGINT,
         signal.SIGTERM,
@@ -53,7 +53,8 @@ def run(command: Callable[[], int]) -> int:
     if sys.platform != "linux":
         return command()
     for stream in (sys.stdout, sys.stderr):  # else the child would write the text again
-        stream.flush()
+        if stream is not None:  # closed
+            stream.flush()
     status_out, status_in = _pipe()
     arrived_out, arrived_in = _pipe()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, no status would be kept
@@ -171,7 +172,8 @@ def _status(end: int, reported: bytes) -> int:
 def _sentence(code: int) -> str:
     """Return a sentence on a driver that has ended without a final status."""
     if code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"was ended by {names.get(-code, f'signal {-code}')}"
         causes = "the system does so if memory runs out, a library if it fails inside"
     else:
         how = f"ended with exit status {code}"

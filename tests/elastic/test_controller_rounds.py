@@ -375,6 +375,25 @@ def test_a_blocked_read_costs_no_worker_and_a_stuck_loop_is_replaced(is_sync):
     assert "w2" in harness.controller.worker_registry, "it is replaced"
 
 
+def test_others_that_gave_up_on_a_blocked_step_go_on_with_the_worker_once_it_ends():
+    harness = ControllerHarness((2, 2)).start()
+
+    def wait(seconds):
+        for _ in range(seconds):
+            harness.now += 1.0
+            harness.step(report("w1", 4, step_s=0.1, generation=1, local_step=6))
+
+    wait(60)
+    harness.step(*harness.end("broken", 5, "w0"))  # exchange.timeout_s
+    harness.step(Published((5,)))
+    wait(120)
+    harness.step(*harness.end("broken", 4, "w1", generation=1))
+    wait(2)
+    assert harness.worker_group.formed[-1].worker_ids == ("w0", "w1")
+    assert harness.state is State.TRAINING
+    assert not [line for line in harness.log_lines if "lost" in line]
+
+
 def test_remaining_samples_wait_for_the_worker_that_has_claimed_them():
     harness = ControllerHarness((1, 2)).start()
     harness.controller.worker_registry.leave_out(("w1",))
