@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -41,6 +42,8 @@ _BATCHES_IN_BLOCK = 4
 """Batches that a worker reserves at once, to read them while earlier ones are trained."""
 _MOST_UNREADABLE = 100
 """Samples to try as the first one, if unreadable ones are skipped."""
+_LONGEST_TEMPDIR = 70
+"""The longest folder in which multiprocessing can make its sockets, in bytes."""
 _PRELOADED = ("torch", "ray", "datasets")
 """Libraries that loading processes share, of those that this process has imported. Not raydl: the
 server does not know the folders that Ray has added to the path."""
@@ -241,10 +244,24 @@ def loading_context() -> BaseContext:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    get_temp_dir()  # made before the processes, so that they know it; it has the server's socket
+    _make_folder_of_sockets()  # before the processes, so that they know it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
     return context
+
+
+def _make_folder_of_sockets() -> None:
+    """Make the folder for the sockets of multiprocessing, by a short path.
+
+    The kernel limits the path of a socket to 107 bytes, and TMPDIR may be longer.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > _LONGEST_TEMPDIR:
+        tempfile.tempdir = "/tmp"
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def copy_to_read(dataset: Any) -> Any:

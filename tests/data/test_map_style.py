@@ -231,6 +231,29 @@ def test_each_loading_process_is_initialized_and_has_its_own_random_numbers():
     assert len(set(numbers)) == len(numbers)
 
 
+LOADS = """
+import tempfile
+from raydl.data.map_style import loading_context
+started = loading_context().Process(target=print, args=("loads",))
+started.start()
+started.join()
+print(tempfile.gettempdir())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("length", [10, 71, 100, 200])
+def test_loading_processes_start_whatever_the_length_of_tmpdir(tmp_path, length):
+    """The path of their server's socket may have 107 bytes."""
+    folder = tmp_path / ("a" * length)
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["loads", str(folder)], done.stderr
+
+
 @pytest.mark.processes
 def test_loading_processes_and_their_server_end_with_a_killed_worker_and_leave_no_file(tmp_path):
     code = """
