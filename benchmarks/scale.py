@@ -525,6 +525,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Values:
     from raydl.data import DataShape
     from raydl.elastic.controller import Controller
     from raydl.metrics import TIME_PARTS
+    from raydl.ray_backend.cluster import Place
     from raydl.ray_backend.worker_group import RayWorkerGroup
     from raydl.storage import Storage
     from raydl.worker.user_loop import Endless, UserLoop
@@ -569,7 +570,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Values:
             prepare: Any = mock.Mock()
             super().__init__(job, dataset, prepare, {}, Storage(tempfile.gettempdir()))
             self._workers = dict(workers)
-            self._places = dict.fromkeys(["center", *workers], (self._home, os.getpid()))
+            self._places = dict.fromkeys(["center", *workers], Place.here())
             self._events = [WorkerReady(w) for w in workers]
             self._shards, self._is_center_up = [actor.remote()], True
             for worker_id, worker in workers.items():

@@ -141,7 +141,8 @@ class ElasticConfig:
     replacements stop the run after a checkpoint; more errors on one node exclude the node."""
     max_rollbacks: int = 3
     """Rollbacks to the center in one epoch, of replicas with a loss, weights or gradients that are
-    not finite; one more stops the run after a checkpoint."""
+    not finite; one more stops the run after a checkpoint. An epoch that is trained again after a
+    rollback has no budget of its own."""
     max_busy_s: float = 600.0
     """Longest wait for a process that does not answer but uses its CPU, or that has not answered
     since its start, in seconds."""

@@ -31,6 +31,9 @@ class SimulatedRounds(SimulatedGroup):
     def _published(self):
         return Published(tuple(self.rounds))
 
+    def _is_trained(self, round):
+        return round >= self.last_round
+
     def _form(self, membership, round):
         self.members, self.votes = membership.worker_ids, {}
         self.members_generation = membership.generation
@@ -97,6 +100,12 @@ def test_after_a_minute_of_faults_rounds_are_trained_to_the_end(seed):
 @pytest.mark.parametrize("seed", range(15))
 def test_rounds_that_are_stopped_at_any_time_among_faults_end(seed):
     run(SimulatedRounds, seed, last_round=400, stop_at=random.Random(seed).uniform(0.0, 40.0))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_rounds_that_end_among_faults_are_all_trained(seed):
+    _, controller = run(SimulatedRounds, seed, last_round=60)
+    assert controller.outcome is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("num_workers", [(1, 100), 100])

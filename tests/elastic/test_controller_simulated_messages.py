@@ -45,6 +45,9 @@ class SimulatedMessages(SimulatedGroup):
     def _is_complete(self):
         return self.done >= self.last_round
 
+    def _is_trained(self, round):
+        return self._is_complete
+
     def _form(self, membership, round):
         self._enter(membership, membership.worker_ids, is_new=True)
 
@@ -142,6 +145,12 @@ def test_after_a_minute_of_faults_a_run_by_messages_is_trained_to_the_end(seed):
 @pytest.mark.parametrize("seed", range(15))
 def test_a_run_by_messages_that_is_stopped_at_any_time_among_faults_ends(seed):
     run(SimulatedMessages, seed, last_round=1500, stop_at=random.Random(seed).uniform(0.0, 40.0))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_run_by_messages_that_ends_among_faults_has_trained_all_samples(seed):
+    _, controller = run(SimulatedMessages, seed, last_round=200)
+    assert controller.outcome is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("num_workers", [(1, 100), 100])

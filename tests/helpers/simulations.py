@@ -97,6 +97,7 @@ def check(worker_group, controller, recorder, scaling):
     assert recorder.checkpoints or not numbers, "the last state is always written"
     if controller.outcome is Outcome.FINISHED:
         assert recorder.checkpoints[-1].snapshot.progress.round >= worker_group.last_round - 1
+        assert worker_group.is_trained, f"samples are left:\n{trail}"
 
 
 POLL_S = 0.25
@@ -139,6 +140,8 @@ class SimulatedGroup:
         self.members: tuple[str, ...] = ()
         self.members_generation = 0
         self.num_faults = 0
+        self.is_trained = False
+        """Whether nothing was left to train when states were collected last."""
         self.handed_in, self.handed_over, self.forgotten = [], [], []
         """Leavers by whose replica this happened."""
 
@@ -284,6 +287,7 @@ class SimulatedGroup:
             elif round not in self.rounds:
                 self.events.append(GaveUp("checkpoint", "the center was rebuilt"))
             else:
+                self.is_trained = self._is_trained(round)
                 self.events.append(Collected(snapshot(round), {w: {} for w in worker_ids}))
 
         self._after((0, 8), gather)

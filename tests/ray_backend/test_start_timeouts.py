@@ -250,6 +250,16 @@ def test_a_worker_whose_setup_never_ends_is_lost(starting):
     assert starting.killed == [Place("node", 3)]
 
 
+def test_a_process_on_another_node_is_killed_as_the_one_that_ray_had_placed_there(starting):
+    """Its id may be that of another process by then, so its node is asked when it started."""
+    starting._start_worker("w0", {})
+    starting.polls(until=10.0)
+    (asked,) = [c for c in starting._calls.expect.call_args_list if "start" in c.kwargs.values()]
+    asked.args[2](77)
+    assert [loss.name for loss in starting.polls(until=70.0)] == ["w0"]
+    assert starting.killed == [Place("node", 3, start=77)]
+
+
 def test_a_worker_that_was_set_up_has_no_time_limit_for_its_setup(starting):
     starting._start_worker("w0", {})
     starting._on_set_up("w0", None, (Place("node", 3), False))
