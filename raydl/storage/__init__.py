@@ -55,7 +55,7 @@ _NO_COPIES = r"(?i)not.?implemented|method.?not.?allowed"
 """Answers of stores that cannot copy."""
 JSON_BYTES = 16 << 20
 """Largest JSON file that is read: the status of ten thousand workers has 2 MB. In memory its value
-may take twenty times as much."""
+may take thirty times as much."""
 _MOST_NESTED = 200
 """Deepest nesting of a JSON text: functions that call themselves for each level can take it."""
 _UPLOAD = ".upload-"
