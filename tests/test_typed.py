@@ -44,6 +44,7 @@ def test_values_are_built_as_the_class_says_and_unknown_keys_are_of_newer_versio
         ({"parts": [{"name": "a", "at_s": 1e308}]}, r"parts\[0\]\.at_s must be from 0 to"),
         ({"limits": [1]}, "limits must be a list or a whole number, got a list"),
         ({"scores": {"loss": "x" * 99}}, "scores.loss must be a number, got 'x+…"),
+        ({"scores": {"k" * 10**6: "x"}}, "scores.k+ must be a number, got 'x'"),
         ({"scores": [1]}, "scores must be an object, got a list"),
     ],
 )
