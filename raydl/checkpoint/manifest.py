@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from raydl.config.typed import Count, Positive, Seconds, typed
 from raydl.storage import parse_json
-from raydl.typed import Count, Positive, Seconds, typed
 
 FORMAT = 2
 """Version of the manifest; since 2 it has a checksum of itself."""

@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from raydl.typed import Count, Seconds, typed
+from raydl.config.typed import Count, Seconds, typed
 
 
 @dataclass(frozen=True)
