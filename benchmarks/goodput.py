@@ -47,7 +47,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,9 @@ PEERS: dict[str, Callable[[str], list[str]]] = {
     ),
 }
 """The arguments of each peer, given the data."""
+WITH_ONE_CPU_MORE = ("Ray Train with torchft DiLoCo, worker",)
+"""Peers whose cluster offers one CPU more: Ray's actor with torchft's lighthouse reserves one, and
+does not start without it."""
 CASES = {
     "sync-easgd 2 + spare, worker": ("sync-easgd", "2", 1, "worker"),
     "async-easgd 2 + spare, worker": ("async-easgd", "2", 1, "worker"),
@@ -266,13 +269,19 @@ def expected(
     ).prediction.goodput  # fmt: skip
 
 
-def peer_case(cluster: Cluster, times: Times, arguments: list[str]) -> Goodput:
+def peer_case(cluster: Cluster | None, times: Times, arguments: list[str]) -> Goodput:
     """Return the goodput of a peer, by its arguments; see ``raydl_case``.
+
+    Args:
+        cluster: cluster of the run; None: one of its own, with a CPU more.
+        times: durations.
+        arguments: arguments of the peer.
 
     Raises:
         WatchError: if the run ended or timed out.
     """
-    with Watched(arguments, cluster) as run:
+    place = Cluster(NUM_WORKERS + 1) if cluster is None else nullcontext(cluster)
+    with place as own, Watched(arguments, own) as run:
         return _storm(run, times, partial(_worker, run), lambda: _reached(run))
 
 
@@ -460,7 +469,8 @@ def main() -> None:
                 )
         if not options.quick:
             for name, arguments_of in PEERS.items():
-                cases[name] = partial(peer_case, cluster, times, arguments_of(data))
+                place = None if name in WITH_ONE_CPU_MORE else cluster
+                cases[name] = partial(peer_case, place, times, arguments_of(data))
         cases = {name: case for name, case in cases.items() if name.startswith(beginnings)}
         methods = {CASES[n][0] for n in cases if n in CASES and CASES[n][3] in _RELATIVE_TO_ONE}
         try:

@@ -1,4 +1,4 @@
-"""Measures the cost of losing a worker, compared with Ray Train, alone and with torchft.
+"""Measures the cost of losing a worker, compared with a restart of Ray Train.
 
 Command:   python -m benchmarks.recovery            (--quick: sync-easgd and Ray Train, once, with
            two workers and a fifth of the training set)
@@ -22,8 +22,9 @@ Ray Train writes a checkpoint every 10,000 samples, about every two seconds, to 
 fewer it would throw away more. The kill comes after a quarter, a half and three quarters of the way
 to the next one, in turn. raydl writes one every minute and needs none for the recovery. Both sides
 have the same cluster, which offers three CPUs to Ray, the same batches, one thread per worker, and
-no evaluations. ``2:3`` may train with two workers. With a fixed number of workers, the survivors
-wait for the replacement. ``3 + spare`` keeps a hot spare, which is ready when the worker is killed.
+no evaluations. Ray Train with torchft replaces the lost worker alone (``TorchftConfig``). ``2:3``
+may train with two workers. With a fixed number of workers, the survivors wait for the replacement.
+``3 + spare`` keeps a hot spare, which is ready when the worker is killed.
 """
 
 from __future__ import annotations
@@ -175,8 +176,10 @@ def raydl_case(
     return _cost_of(steps, victim, killed_at, counted)
 
 
-def replacing_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) -> Recovery:
+def replacing_case(data: str, num_workers: int, turn: list[int]) -> Recovery:
     """Return the cost of a killed replica of torchft under Ray Train; see ``raydl_case``.
+
+    Its cluster offers one CPU more: Ray's actor with torchft's lighthouse reserves one to start.
 
     Raises:
         WatchError: if the run timed out.
@@ -184,7 +187,7 @@ def replacing_case(cluster: Cluster, data: str, num_workers: int, turn: list[int
     arguments = endless_replicas(
         data, "ray_train_torchft", "--max-failures", "3", num_workers=num_workers
     )
-    with Watched(arguments, cluster) as run:
+    with Cluster(num_workers + 1) as cluster, Watched(arguments, cluster) as run:
         victim, killed_at = _kill_one(run, num_workers, turn)
         again = f"{num_workers} workers train again"
         run.wait_until(lambda: run.num_training() > num_workers, again, within_s=_BACK_S)
@@ -372,7 +375,7 @@ def main() -> None:
         }
         cases[PEER] = partial(peer_case, cluster, data, num_workers, [0])
         if not options.quick:
-            cases[REPLACING_PEER] = partial(replacing_case, cluster, data, num_workers, [0])
+            cases[REPLACING_PEER] = partial(replacing_case, data, num_workers, [0])
         try:
             repeats = options.repeats or (1 if options.quick else 3)
             add_results(report, interleaved(cases, repeats=repeats))

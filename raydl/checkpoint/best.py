@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from raydl.config import EvaluationConfig
+from raydl.config.typed import Positive, typed
 from raydl.core import tensor_files
 from raydl.core.flat import FlatModel
 from raydl.core.progress import Progress
@@ -21,7 +22,6 @@ from raydl.core.scores import Evaluated, score_of
 from raydl.core.tensor_files import view_of
 from raydl.errors import CheckpointError, reading_error
 from raydl.storage import Storage, below
-from raydl.typed import Positive, typed
 
 FILE = "best.safetensors"
 _OPTIONAL = {"generation", "local_step", "driver_epoch"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias, TypedDict
 
+from raydl.config.typed import Amount, Count, Keys, Seconds, typed
 from raydl.storage import Storage
-from raydl.typed import Amount, Count, Keys, Seconds, typed
 
 Score: TypeAlias = Annotated[dict[str, float], Keys(("samples", "seconds"))]
 """A score of the center: round, samples, seconds, and each metric."""

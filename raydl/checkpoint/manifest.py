@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from raydl.config.typed import Count, Positive, Seconds, typed
 from raydl.storage import parse_json
-from raydl.typed import Count, Positive, Seconds, typed
 
 FORMAT = 2
 """Version of the manifest; since 2 it has a checksum of itself."""
@@ -71,12 +71,12 @@ def _checked(manifest: Manifest) -> Manifest:
     """
     for worker_id in manifest["workers"]:
         if not _WORKER_ID.fullmatch(worker_id):
-            raise ValueError(f"{worker_id!r} is not the id of a worker")
+            raise ValueError(f"{worker_id[:100]!r} is not the id of a worker")
     # Other names could lead out of the folder.
     ours = {CENTER, STATE, *map(file_of, manifest["workers"])}
     for name in manifest["files"]:
         if name not in ours:
-            raise ValueError(f"it lists {name!r}, which is not a file of a checkpoint")
+            raise ValueError(f"it lists {name[:100]!r}, which is not a file of a checkpoint")
     if manifest["format"] > 1 and manifest.get("crc32") != checksum_of(manifest):
         raise ValueError("its checksum does not match")
     return manifest

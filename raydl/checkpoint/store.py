@@ -50,6 +50,7 @@ from raydl.checkpoint.manifest import (
     file_of,
     parse_manifest,
 )
+from raydl.config.typed import Count, typed
 from raydl.core import tensor_files
 from raydl.core.progress import Progress
 from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, unpack
@@ -58,7 +59,6 @@ from raydl.errors import CheckpointError, StateLostError, reading_error
 from raydl.redaction import redact
 from raydl.storage import JSON_BYTES, Storage, Sum, below, in_words
 from raydl.storage.local_files import is_no_file_of_ours
-from raydl.typed import Count, typed
 
 TRAINED = "center.safetensors"
 """Name of a finished run's weights in its folder."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from raydl.checkpoint.figures import Score, read_figures
 from raydl.checkpoint.store import Checkpoint
+from raydl.config.typed import Amount, Seconds, typed
 from raydl.metrics import communication_share
 from raydl.storage import Storage
-from raydl.typed import Amount, Seconds, typed
 
 
 @dataclass(frozen=True, kw_only=True)

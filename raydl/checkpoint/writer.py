@@ -20,6 +20,7 @@ from torch import Tensor
 from raydl.checkpoint.best import BestCenter
 from raydl.checkpoint.store import TRAINED, Checkpoint, CheckpointStore
 from raydl.checkpoint.totals import Totals
+from raydl.config.typed import typed
 from raydl.core.autotune import ExchangeTuning
 from raydl.core.center import Snapshot
 from raydl.core.flat import FlatModel
@@ -29,7 +30,6 @@ from raydl.core.worker_group import Collected
 from raydl.data.ledger import Ledger
 from raydl.errors import CheckpointError, StateLostError, StorageSilentError
 from raydl.storage import GIVE_UP_S, Storage, give_up
-from raydl.typed import typed
 
 _NO_TOTALS = Totals()
 _POLL_S = 0.05

@@ -10,6 +10,7 @@ cluster.py    number of workers, elasticity, exchanges
 input.py      reading and augmenting samples
 run.py        run folder, checkpoints, evaluations
 checks.py     checks that the classes share
+typed.py      values in files, compared with the types that a class names
 """
 
 # The defaults are frozen dataclasses, which ruff sees only for classes of the same file.
@@ -35,8 +36,8 @@ from raydl.config.learning import (
     TrainingConfig,
 )
 from raydl.config.run import CheckpointConfig, EvaluationConfig, RunConfig
+from raydl.config.typed import typed
 from raydl.errors import ConfigError
-from raydl.typed import typed
 
 __all__ = [
     "ALLREDUCES",

@@ -29,8 +29,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from raydl.config.typed import Count, Positive
 from raydl.core.compression import parse_codec
-from raydl.typed import Count, Positive
 
 ENOUGH = 0.03
 """Largest share of a round that workers may wait."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raydl.typed import Amount, Count, Seconds, typed
+from raydl.config.typed import Amount, Count, Seconds, typed
 
 
 @dataclass(frozen=True, kw_only=True)

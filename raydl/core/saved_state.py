@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from raydl.config.typed import typed
 from raydl.core import tensor_files
 from raydl.core.tensor_files import TensorFile, view_of
 from raydl.errors import CheckpointError, ConfigError, in_one_line, reading_error
 from raydl.storage import Storage, Sum, Summing, below, in_words, parse_json
-from raydl.typed import typed
 
 _TENSOR = "tensor"
 

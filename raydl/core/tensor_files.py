@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydl.config.typed import Count, typed
 from raydl.storage import Storage, parse_json
-from raydl.typed import Count, typed
 
 PIECE_BYTES = 4 << 20
 """Size of the pieces in which files are read and written."""

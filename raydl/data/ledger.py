@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from raydl.typed import Count, Positive, typed
+from raydl.config.typed import Count, Positive, typed
 
 Span = tuple[int, int]
 """Positions start..stop-1."""

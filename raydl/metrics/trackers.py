@@ -23,12 +23,12 @@ from typing import Annotated, Any, Protocol, TypedDict
 import numpy as np
 
 from raydl.config.run import METRIC_LINES, TRACKER_STATES
+from raydl.config.typed import Within
 from raydl.errors import ConfigError, UnknownNameError, how_to_install
 from raydl.metrics.writer import MetricsWriter
 from raydl.redaction import redact
 from raydl.storage import parse_json
 from raydl.storage.local_files import LocalFiles
-from raydl.typed import Within
 
 _STEP = "samples"
 """Name of the step of a point, among its values."""

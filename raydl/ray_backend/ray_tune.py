@@ -1,12 +1,9 @@
-"""A trial of Ray Tune, as seen from its run: its folder, its events, the reports to the search."""
+"""A trial of Ray Tune, as seen from its run: its folder, and the reports to the search."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray import tune
@@ -14,7 +11,6 @@ from ray import tune
 from raydl.checkpoint.store import CheckpointStore
 from raydl.core.callbacks import Callback
 from raydl.core.scores import Evaluated
-from raydl.run.progress_reporter import LOGGER
 from raydl.storage import Storage, below, open_filesystem
 
 _RESERVED = {"memory": 1}
@@ -28,23 +24,6 @@ def as_trial(
     """Return a trial's function that reserves no CPU: its workers reserve their own."""
     trial: Callable[[Mapping[str, Any]], None] = tune.with_resources(function, _RESERVED)
     return trial
-
-
-@contextmanager
-def events_printed() -> Iterator[None]:
-    """Print the events of the run, which Ray shows in the terminal of the search.
-
-    Tune shows a trial as running while its run waits for workers.
-    """
-    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stdout)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 def trial_folder() -> str:

@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raydl.config.typed import Count, Seconds, typed
 from raydl.core.progress import Progress
 from raydl.redaction import redact_values
 from raydl.storage import Storage
-from raydl.typed import Count, Seconds, typed
 
 _FINAL = ("finished", "stopped", "failed")
 

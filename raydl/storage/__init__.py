@@ -35,10 +35,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from pyarrow import fs
 
+from raydl.config.typed import typed
 from raydl.errors import ConfigError, StorageSilentError
 from raydl.redaction import redact
 from raydl.storage.local_files import LocalFiles
-from raydl.typed import typed
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _S3_ATTEMPTS = 5
@@ -55,7 +55,7 @@ _NO_COPIES = r"(?i)not.?implemented|method.?not.?allowed"
 """Answers of stores that cannot copy."""
 JSON_BYTES = 16 << 20
 """Largest JSON file that is read: the status of ten thousand workers has 2 MB. In memory its value
-may take twenty times as much."""
+may take thirty times as much."""
 _MOST_NESTED = 200
 """Deepest nesting of a JSON text: functions that call themselves for each level can take it."""
 _UPLOAD = ".upload-"
@@ -158,7 +158,7 @@ def parse_json(text: str | bytes, kind: type[_Parsed]) -> _Parsed:
 
     Args:
         text: the text.
-        kind: what it must contain; see ``raydl.typed``.
+        kind: what it must contain; see ``raydl.config.typed``.
 
     Raises:
         ValueError: it is not JSON, is nested too deeply, or contains something else.
@@ -548,7 +548,7 @@ class Storage:
 
         Args:
             name: name of the file.
-            kind: what it must contain; see ``raydl.typed``.
+            kind: what it must contain; see ``raydl.config.typed``.
             most: the largest size that is read, in bytes.
 
         Raises:

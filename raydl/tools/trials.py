@@ -6,13 +6,17 @@ drives them, so it reserves no CPU.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raydl.config import TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import ConfigError, DataError
+from raydl.run.progress_reporter import LOGGER
 from raydl.run.result import Result
 from raydl.run.trainer import Trainer
 from raydl.storage import Storage, below
@@ -37,7 +41,7 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
         ConfigError: if ``run.name`` is set, which all trials would share.
     """
     _refuse_name(config)
-    from raydl.ray_backend.ray_tune import TrialReports, as_trial, events_printed, trial_folder
+    from raydl.ray_backend.ray_tune import TrialReports, as_trial, trial_folder
 
     def run_trial(parameters: Mapping[str, Any]) -> None:
         folder = trial_folder()
@@ -57,6 +61,23 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
                 raise
 
     return as_trial(run_trial)
+
+
+@contextmanager
+def events_printed() -> Iterator[None]:
+    """Print the events of the run, which Ray shows in the terminal of the search.
+
+    Tune shows a trial as running while its run waits for workers.
+    """
+    logger, handler = logging.getLogger(LOGGER), logging.StreamHandler(sys.stdout)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _refuse_name(config: TrainConfig) -> None:

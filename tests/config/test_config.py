@@ -197,6 +197,26 @@ def test_the_error_for_an_unknown_setting_names_it():
 
 
 @pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"training": {"batch_size": "64"}},
+            "training.batch_size must be a whole number, got '64'",
+        ),
+        ({"training": {"epochs": [1]}}, "training.epochs must be a whole number, got a list"),
+        ({"optimizer": {"lr": {}}}, "optimizer.lr must be a number, got an object"),
+        ({"run": {"resume": None}}, "run.resume must be true or false, got None"),
+        ({"optimizer": 3}, "optimizer must be settings by name, got 3"),
+        ({"scaling": {"num_workers": "2"}}, "scaling.num_workers must be a whole number or a list"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_named(values, sentence):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(TrainConfig, values)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
     ("cls", "former", "now", "value"),
     [
         (MethodConfig, "schedule", "strategy", "hogwild"),

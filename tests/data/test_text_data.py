@@ -1,6 +1,7 @@
 """Texts: how they are read, the loss of a language model, and the results of a run."""
 
 import importlib.util
+import io
 import json
 from pathlib import Path
 
@@ -146,6 +147,15 @@ def test_invalid_tokens_are_reported_in_one_sentence(tmp_path, array, sentence):
     np.save(tmp_path / "tokens.npy", array)
     with pytest.raises(DataError, match=sentence):
         read(str(tmp_path / "tokens.npy"))
+
+
+def test_an_npy_whose_header_promises_40_gb_is_refused_before_memory_is_allocated(tmp_path):
+    header = io.BytesIO()
+    values = {"descr": "<i8", "fortran_order": False, "shape": (5_000_000_000,)}
+    np.lib.format.write_array_header_1_0(header, values)
+    path = write(tmp_path / "huge.npy", header.getvalue() + bytes(1000))
+    with pytest.raises(DataError, match="must have 40,000,000,000 bytes by its header, got 1,000"):
+        read(path)
 
 
 def test_a_truncated_npy_and_an_archive_named_npy_are_refused(tmp_path):

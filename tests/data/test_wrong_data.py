@@ -3,6 +3,7 @@
 import io
 import pickle
 import struct
+import zipfile
 import zlib
 
 import numpy as np
@@ -226,3 +227,26 @@ def test_a_picture_that_claims_more_pixels_than_pillow_opens_is_refused(tmp_path
     )
     with pytest.raises(DataError, match=r"the picture in row 0 is too large: .*900000000 pixels"):
         load(source)
+
+
+# arrays whose headers promise more than there is
+
+
+def npz_promising(path, shape, descr="|u1"):
+    """Write an .npz file whose headers promise arrays that it does not hold."""
+    header = io.BytesIO()
+    values = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, values)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("x_train", "y_train", "x_test", "y_test"):
+            archive.writestr(f"{name}.npy", header.getvalue() + bytes(1000))
+    return str(path)
+
+
+@pytest.mark.parametrize("shape", [(51_020_408, 28, 28), (2**62, 4), (-5, 28), (10, 10)])
+def test_an_npz_with_another_size_than_its_header_is_refused_before_memory_is_allocated(
+    tmp_path, shape
+):
+    source = npz_promising(tmp_path / "set.npz", shape)
+    with pytest.raises(DataError, match=r"is not a whole .npz file: x_train must have .* bytes"):
+        load(source, seed=0)

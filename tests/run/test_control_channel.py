@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import crafted
 import pytest
 from clocks import halt_the_clock
 from snapshots import with_progress
@@ -418,6 +419,19 @@ def test_requests_are_polled_once_a_second_and_received_once(tmp_path, channel, 
 def _pass(clock):
     clock.now += 1
     return True
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "hole"])
+def test_what_is_no_request_is_refused_and_does_not_hide_the_others(tmp_path, clock, kind):
+    (tmp_path / "run" / "requests" / "r1").mkdir(parents=True)
+    put = crafted.of_kinds(tmp_path / "outside")[kind]
+    put(tmp_path / "run" / "requests" / "r1" / "request.json")
+    channel = ControlChannel(Storage(str(tmp_path / "run")), clock=clock)
+    write_request(tmp_path / "run", "r2", driver=channel.driver)
+    with driver(channel, clock) as removed:
+        assert wait_for(lambda: answer_to(tmp_path / "run", "r1"))["ok"] is False
+        assert wait_for(lambda: answer_to(tmp_path / "run", "r2"))["ok"] is True
+    assert removed == ["w1"]
 
 
 def test_requests_to_an_earlier_driver_are_refused(tmp_path, clock):

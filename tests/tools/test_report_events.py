@@ -1,6 +1,7 @@
 """Curves and logged events of a run, read from its event files."""
 
 import re
+import struct
 
 import pytest
 from run_pages import PageParser, facts_of, write_run
@@ -124,6 +125,33 @@ def test_an_incomplete_last_record_is_ignored(tmp_path, cut):
     data = write_start(tmp_path, [(10, {"train/loss": 1.0}), (20, {"train/loss": 1.0})])
     samples = read_history([data[:-cut]]).curves["train/loss"].samples
     assert samples in ((10,), (10, 20))
+
+
+def test_a_file_with_a_hole_is_read_up_to_the_hole(tmp_path):
+    data = write_start(tmp_path, [(10, {"train/loss": 1.0})])
+
+    def pieces():
+        yield data
+        yield bytes(1 << 20)
+        raise AssertionError("the hole is read on")
+
+    history = read_history([pieces()])
+    assert history.curves["train/loss"].samples == (10,)
+    assert history.damage == "1 of 1 event files are damaged and read in part"
+
+
+@pytest.mark.parametrize("length", [1 << 40, (1 << 64) - 1])
+def test_a_record_of_an_impossible_length_ends_a_file(tmp_path, length):
+    data = write_start(tmp_path, [(10, {"train/loss": 1.0})])
+    history = read_history([data + struct.pack("<QI", length, 0) + bytes(100)])
+    assert history.curves["train/loss"].samples == (10,)
+    assert "damaged" in history.damage
+
+
+def test_records_that_are_cut_between_pieces_are_read_whole(tmp_path):
+    data = write_start(tmp_path, [(10, {"train/loss": 1.0}), (20, {"train/loss": 2.0})])
+    pieces = [data[i : i + 7] for i in range(0, len(data), 7)]
+    assert read_history([pieces]) == read_history([data])
 
 
 def test_nan_is_not_part_of_a_curve(tmp_path):

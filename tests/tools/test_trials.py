@@ -97,13 +97,9 @@ def test_a_trial_reserves_no_part_of_a_cpu():
     assert trial._resources.head_cpus == 0.0
 
 
-@pytest.mark.processes
-@pytest.mark.filterwarnings(*QUIET)
 def test_a_trial_prints_what_its_run_waits_for(capsys):
-    from raydl.ray_backend.ray_tune import events_printed
-
     log = EventLog(Silent())
-    with events_printed():
+    with raydl.tune.events_printed():
         log.event("0 of 2 workers are ready")
     log.event("not in a trial")
     assert capsys.readouterr().out == "0 of 2 workers are ready\n"

@@ -134,7 +134,7 @@ def _container(origin: Any, arguments: tuple[Any, ...], value: Any, name: str) -
         if not isinstance(value, Mapping):
             raise _wrong(dict, value, name)
         return {
-            _typed(key_kind, key, f"a key of {name}"): _typed(value_kind, v, f"{name}.{key}")
+            _typed(key_kind, key, f"a key of {name}"): _typed(value_kind, v, _below(name, key))
             for key, v in value.items()
         }
     if not isinstance(value, (list, tuple)):
@@ -171,8 +171,10 @@ def _required_of(kind: Any) -> frozenset[str]:
     )
 
 
-def _below(name: str, key: str) -> str:
-    return key if name == "it" else f"{name}.{key}"
+def _below(name: str, key: object) -> str:
+    """Return the dotted name of a value in a dict, whose keys may be huge."""
+    short = str(key)[:_MOST_SHOWN]
+    return short if name == "it" else f"{name}.{short}"
 
 
 def _is_a(kind: Any, value: Any) -> bool:
