@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 session.prepare()  # before any test imports Ray
+# Under nohup SIGHUP is ignored, also in the programs that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Processes of a cluster import this checkout and classes from the test modules.
 _FOLDERS = [ROOT, HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
