@@ -23,7 +23,7 @@ TRAIN = [
 ]  # fmt: skip
 PRIVATE = b"private\n" * 20
 MOST_MIB = 700
-"""Most memory that all commands together may take. 64 MiB of JSON need half of it."""
+"""Most memory that all commands together may take: most of it is for 16 MiB of JSON."""
 MOST_S = 120
 """Longest time of one command, on a machine with much other work."""
 READERS = {
