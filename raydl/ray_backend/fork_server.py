@@ -309,18 +309,22 @@ def _check_peer(connection: socket.socket) -> None:
 
     Raises:
         PermissionError: if it is not.
-        OSError: if it has ended, or this process may not see its namespaces.
+        ConnectionResetError: if it has ended.
+        OSError: if this process may not see its namespaces.
     """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
     if not pid or uid != os.getuid():
         raise PermissionError("the other side is none of this user's processes here")
-    process = _process_of(connection, pid)
     try:
-        is_here = _surroundings(str(pid)) == _surroundings("self")
-        is_alive = not _ready([process], 0.0)  # then no other process has had its id since
-    finally:
-        os.close(process)
+        process = _process_of(connection, pid)
+        try:
+            is_here = _surroundings(str(pid)) == _surroundings("self")
+            is_alive = not _ready([process], 0.0)  # then no other process has had its id since
+        finally:
+            os.close(process)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise ConnectionResetError("the other side has ended") from error
     if not (is_here and is_alive):
         raise PermissionError("the other side is a process of another container, or has ended")
 

@@ -35,7 +35,9 @@ _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """The cluster's configuration, which `ray up` writes on the head."""
 _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray itself waits for minutes."""
-_START_S = 60.0
+_START_S = 120.0
+"""The longest wait for the node of a cluster of the run's own, in seconds. Ray's own is 30."""
+_END_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
 _MIN_FILES = 128
 """The least limit of open files with which a small local cluster runs."""
@@ -45,6 +47,8 @@ _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
 """Whether ``connect`` has been called since ``begin``."""
+_is_ending = threading.Event()
+"""Whether this process ends while its cluster may still be starting."""
 _SAID_BY_RAYDL = ("A worker died or was killed while executing", "The node with node id: ")
 """How Ray's messages begin that tell at length what a sentence in the log of the run tells."""
 _HINT = (
@@ -141,6 +145,7 @@ def begin(*, has_forks: bool) -> None:
         return
     _beginning = Future()
     _is_awaited.clear()
+    _is_ending.clear()
     if not _address():  # runs before Ray's handlers, which are registered earlier
         atexit.register(_end, _beginning)
     threading.Thread(
@@ -173,6 +178,8 @@ def connect(*, has_forks: bool = True) -> bool:
     if ray.is_initialized():
         return False
     is_local = _connect(has_forks=has_forks)
+    if is_local:
+        atexit.register(ray.shutdown)
     end_on_signals()
     return is_local
 
@@ -272,7 +279,9 @@ def _start_here(*, has_forks: bool) -> None:
 
     _check_certificates()
     _check_open_files()
-    changes = (_redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker)
+    changes = (
+        _redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker, _patiently
+    )  # fmt: skip
     with _without_hangups(), _changed(*changes):
         try:
             ray.init(
@@ -287,11 +296,10 @@ def _start_here(*, has_forks: bool) -> None:
                 raise
             raise ClusterError(
                 "local",
-                "did not start within 30 s, Ray's limit: this machine is very busy, or lacks "
-                "memory or disk space; try again, or start a cluster with ray start and set "
-                "RAY_ADDRESS=auto",
+                f"did not start within {_START_S if ray_version.is_seen() else 30:.0f} s: this "
+                f"machine is very busy, or lacks memory or disk space; try again, or start a "
+                f"cluster with ray start and set RAY_ADDRESS=auto",
             ) from error
-    atexit.register(ray.shutdown)
 
 
 def _system_config(has_forks: bool) -> dict[str, Any]:
@@ -460,6 +468,30 @@ def _own_setup_worker() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _patiently() -> Iterator[None]:
+    """Let a node that starts inside this context take longer than Ray permits.
+
+    Ray gives up if its raylet has not registered within 30 s, as on a machine on which other runs
+    start. It asks the control store for the node until then, and has no setting for it.
+    """
+    from ray._private import services
+
+    original, until = services.get_node, time.monotonic() + _START_S
+
+    def get_node(*arguments: Any) -> Any:
+        while True:
+            try:
+                return original(*arguments)
+            except RuntimeError:  # not yet registered
+                if _is_ending.is_set() or time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    with _replaced(services, "get_node", get_node):
+        yield
+
+
 def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:
     """Connect, then wait forever: Linux kills the processes of a local cluster with this thread."""
     try:
@@ -476,7 +508,8 @@ def _end(beginning: Future[bool]) -> None:
     """End a local cluster, which may still be starting."""
     import ray
 
-    wait([beginning], timeout=_START_S)
+    _is_ending.set()
+    wait([beginning], timeout=_END_S)
     ray.shutdown()
 
 

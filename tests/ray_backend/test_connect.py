@@ -198,6 +198,7 @@ def init(monkeypatch):
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray_session, "_beginning", None)
+    monkeypatch.setattr(ray_session, "_is_ending", threading.Event())
     monkeypatch.setattr(ray_session.atexit, "register", lambda *_: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
@@ -218,6 +219,45 @@ def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
         with pytest.raises(SystemExit) as caught:  # an exception ends Ray, too
             signal.raise_signal(number)
         assert caught.value.code == status
+
+
+def test_a_process_that_ends_first_waits_for_the_thread_that_starts_ray(init, monkeypatch):
+    """Else the thread may use Ray after its shutdown, and Ray's C++ code ends the process."""
+    handlers, order, is_warming = [], [], threading.Event()
+
+    def warm_up():
+        is_warming.set()
+        time.sleep(0.1)
+        order.append("the thread")
+
+    monkeypatch.setattr(ray_session.atexit, "register", lambda *handler: handlers.append(handler))
+    monkeypatch.setattr(ray_session.fork_server, "warm_up", warm_up)
+    monkeypatch.setattr(ray, "shutdown", lambda: order.append("shutdown"))
+    init.may_end.set()
+    begin(has_forks=True)
+    assert is_warming.wait(60)
+    for function, *arguments in reversed(handlers):
+        function(*arguments)
+    assert order == ["the thread", "shutdown"]
+
+
+def test_ray_may_take_longer_to_start_than_its_own_limit(init, monkeypatch):
+    left = [RuntimeError("not yet")] * 3
+
+    def get_node(*arguments):
+        if left:
+            raise left.pop()
+        return arguments
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "init", lambda **how: services.get_node("gcs", "node"))
+    assert ray_session.connect() is True
+    assert left == []
+    assert services.get_node is get_node
+    left = [RuntimeError("not yet")] * 3
+    monkeypatch.setattr(ray_session, "_START_S", -1.0)
+    with pytest.raises(RuntimeError, match="not yet"):
+        ray_session.connect()
 
 
 def test_sighup_stays_ignored_under_nohup(init):
@@ -286,7 +326,9 @@ def test_a_cluster_of_the_run_that_does_not_start_in_time_raises_one_sentence(in
     init.problem = Exception("The current node timed out during startup. This could happen because")
     init.may_end.set()
     begin(has_forks=False)
-    with pytest.raises(ClusterError, match=r"^the Ray cluster of this run did not start within 30"):
+    with pytest.raises(
+        ClusterError, match=r"^the Ray cluster of this run did not start within 120 s"
+    ):
         ray_session.connect()
 
 

@@ -232,7 +232,7 @@ def test_a_comparison_that_reads_a_complete_run_imports_nothing(folder, tmp_path
     own = RunFolder(config)
     with own.held(resume=False):
         own.write_config(config)
-        own.write_result({"evaluations": [], "stopped_by": ""})
+        own.write_result({"evaluations": [], "time_parts": {}, "stopped_by": ""})
     with pytest.raises(ConfigError, match=r"has model spy_\w+:net instead of mlp"):
         load_complete(run)
     assert not folder.was_imported
