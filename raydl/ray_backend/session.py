@@ -37,6 +37,10 @@ _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray itself waits for minutes."""
 _START_S = 120.0
 """The longest wait for the node of a cluster of the run's own, in seconds. Ray's own is 30."""
+_ATTEMPTS = 3
+"""How often a cluster of the run's own is started, if its raylet ends as it starts."""
+_TIMED_OUT = "timed out during startup"
+"""Ray's words if a node was not ready in time."""
 _END_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
 _MIN_FILES = 128
@@ -275,31 +279,39 @@ def _check_open_files() -> None:
 
 
 def _start_here(*, has_forks: bool) -> None:
-    import ray
-
     _check_certificates()
     _check_open_files()
     changes = (
         _redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker, _patiently
     )  # fmt: skip
-    with _without_hangups(), _changed(*changes):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                logging_level=_level(),
-                _temp_dir=str(make_private_folder(os.environ)),
-                _system_config=_system_config(has_forks) if ray_version.is_seen() else None,
-            )
+            with _without_hangups(), _changed(*changes):
+                _start_ray(has_forks=has_forks)
+            return
         except Exception as error:
-            if "timed out during startup" not in str(error):
+            is_last = attempt == _ATTEMPTS or _is_ending.is_set()
+            if isinstance(error, _RayletEndedError) and not is_last:
+                continue
+            if not isinstance(error, _RayletEndedError) and _TIMED_OUT not in str(error):
                 raise
             raise ClusterError(
                 "local",
-                f"did not start within {_START_S if ray_version.is_seen() else 30:.0f} s: this "
-                f"machine is very busy, or lacks memory or disk space; try again, or start a "
-                f"cluster with ray start and set RAY_ADDRESS=auto",
+                "did not start in time: this machine is very busy, or lacks memory or disk "
+                "space; try again, or start a cluster with ray start and set RAY_ADDRESS=auto",
             ) from error
+
+
+def _start_ray(*, has_forks: bool) -> None:
+    import ray
+
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=_level(),
+        _temp_dir=str(make_private_folder(os.environ)),
+        _system_config=_system_config(has_forks) if ray_version.is_seen() else None,
+    )
 
 
 def _system_config(has_forks: bool) -> dict[str, Any]:
@@ -468,28 +480,61 @@ def _own_setup_worker() -> Iterator[None]:
         yield
 
 
+class _RayletEndedError(Exception):
+    """The raylet of a node has ended before the node was ready."""
+
+
 @contextmanager
 def _patiently() -> Iterator[None]:
     """Let a node that starts inside this context take longer than Ray permits.
 
-    Ray gives up if its raylet has not registered within 30 s, as on a machine on which other runs
-    start. It asks the control store for the node until then, and has no setting for it.
+    Ray asks the control store for the node, and gives up after 30 s. A raylet ends if its agent has
+    not started within 15 s, as on a machine on which other runs start; then waiting is in vain.
+    Neither bound is a setting.
+
+    Raises:
+        _RayletEndedError: in place of what Ray would raise; no process of the node is left.
     """
     from ray._private import services
+    from ray._private.node import Node
 
-    original, until = services.get_node, time.monotonic() + _START_S
+    original, start, until = (
+        services.get_node,
+        Node.start_ray_processes,
+        time.monotonic() + _START_S,
+    )
+    nodes: list[Any] = []
+
+    def start_processes(node: Any) -> None:
+        nodes.append(node)
+        start(node)
 
     def get_node(*arguments: Any) -> Any:
         while True:
             try:
                 return original(*arguments)
-            except RuntimeError:  # not yet registered
+            except RuntimeError as error:  # not yet registered
+                if _has_raylet_ended(nodes):
+                    raise _RayletEndedError from error
                 if _is_ending.is_set() or time.monotonic() > until:
                     raise
                 time.sleep(0.1)
 
-    with _replaced(services, "get_node", get_node):
-        yield
+    with (
+        _replaced(services, "get_node", get_node),
+        _replaced(Node, "start_ray_processes", start_processes),
+    ):
+        try:
+            yield
+        except BaseException:
+            for node in nodes:
+                node.kill_all_processes(check_alive=False)
+            raise
+
+
+def _has_raylet_ended(nodes: Sequence[Any]) -> bool:
+    raylets = [info for node in nodes for info in node.all_processes.get("raylet", ())]
+    return any(info.process.poll() is not None for info in raylets)
 
 
 def _connect_and_stay(beginning: Future[bool], has_forks: bool) -> None:

@@ -18,6 +18,7 @@ import pytest
 import ray
 from ray import _raylet
 from ray._private import services, utils, worker
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
@@ -260,6 +261,49 @@ def test_ray_may_take_longer_to_start_than_its_own_limit(init, monkeypatch):
         ray_session.connect()
 
 
+class StartingNode:
+    """A node whose raylet ends as it starts."""
+
+    def __init__(self):
+        self.all_processes, self.was_killed = {}, False
+
+    def kill_all_processes(self, check_alive):
+        self.was_killed = True
+
+
+@pytest.mark.parametrize(("num_ended", "starts"), [(2, True), (3, False)])
+def test_a_cluster_whose_raylet_ends_as_it_starts_is_started_again(
+    init, monkeypatch, num_ended, starts
+):
+    """A raylet ends if its agent takes 15 s to start."""
+    nodes = []
+
+    def ray_init(**how):
+        nodes.append(StartingNode())
+        Node.start_ray_processes(nodes[-1])
+        services.get_node("gcs", "node")
+
+    def start(node):
+        ended = 1 if len(nodes) <= num_ended else None
+        process = SimpleNamespace(poll=lambda: ended)
+        node.all_processes["raylet"] = [SimpleNamespace(process=process)]
+
+    def get_node(*arguments):
+        if len(nodes) <= num_ended:
+            raise RuntimeError("not yet")
+
+    monkeypatch.setattr(ray, "init", ray_init)
+    monkeypatch.setattr(Node, "start_ray_processes", start)
+    monkeypatch.setattr(services, "get_node", get_node)
+    if starts:
+        assert ray_session.connect() is True
+    else:
+        with pytest.raises(ClusterError, match="did not start in time"):
+            ray_session.connect()
+    assert len(nodes) == 3
+    assert [node.was_killed for node in nodes] == [True, True, not starts]
+
+
 def test_sighup_stays_ignored_under_nohup(init):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     init.may_end.set()
@@ -327,7 +371,7 @@ def test_a_cluster_of_the_run_that_does_not_start_in_time_raises_one_sentence(in
     init.may_end.set()
     begin(has_forks=False)
     with pytest.raises(
-        ClusterError, match=r"^the Ray cluster of this run did not start within 120 s"
+        ClusterError, match=r"^the Ray cluster of this run did not start in time: this"
     ):
         ray_session.connect()
 
