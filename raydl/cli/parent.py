@@ -55,6 +55,7 @@ def run(command: Callable[[], int]) -> int:
     for stream in (sys.stdout, sys.stderr):  # else the child would write the text again
         if stream is not None:  # closed
             stream.flush()
+    _fill_closed_streams()
     status_out, status_in = _pipe()
     arrived_out, arrived_in = _pipe()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, no status would be kept
@@ -84,6 +85,23 @@ def status_of(end: SystemExit) -> int:
     if end.code is None:
         return 0
     return end.code if isinstance(end.code, int) else 1
+
+
+def _fill_closed_streams() -> None:
+    """Open the null device in place of a closed stdin, stdout or stderr.
+
+    Else a pipe would get its number, and receive what is printed; and Ray needs a stderr.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.set_inheritable(number, True)  # Ray's processes need them as well
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _pipe() -> tuple[int, int]:

@@ -70,6 +70,14 @@ def test_an_end_without_a_final_status_is_75_and_one_sentence(how, said):
     assert errors.count("\n") == 1
 
 
+def test_a_command_whose_streams_are_closed_has_others_that_lead_nowhere():
+    body = (
+        "ok = [os.fstat(n) for n in (0, 1, 2)] and sys.stdout and sys.stderr\nreturn 0 if ok else 3"
+    )
+    process = start(body, "sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    assert process.wait(BOUND_S) == 0
+
+
 def test_a_low_limit_of_open_files_is_named():
     process = start("os._exit(1)", "sh", "-c", 'ulimit -n 64; exec "$@"', "sh")
     _, errors = process.communicate(timeout=BOUND_S)
