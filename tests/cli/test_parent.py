@@ -75,7 +75,8 @@ def test_a_command_whose_streams_are_closed_has_others_that_lead_nowhere():
         "ok = [os.fstat(n) for n in (0, 1, 2)] and sys.stdout and sys.stderr\nreturn 0 if ok else 3"
     )
     process = start(body, "sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
-    assert process.wait(BOUND_S) == 0
+    process.communicate(timeout=BOUND_S)
+    assert process.returncode == 0
 
 
 def test_a_low_limit_of_open_files_is_named():
