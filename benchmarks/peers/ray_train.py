@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,20 @@ def fit(settings: Settings, *, num_workers: int, max_failures: int, storage: str
     trainer.fit()
 
 
+@contextmanager
+def on_ray() -> Iterator[str]:
+    """Connect to the cluster of ``RAY_ADDRESS``, or start one; yield a folder for Ray Train."""
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    # Without a dashboard, as raydl starts Ray: a dashboard uses CPU time.
+    is_own = {"include_dashboard": False} if address == "local" else {}
+    ray.init(address=address, log_to_driver=False, **is_own)
+    try:
+        with tempfile.TemporaryDirectory() as storage:
+            yield storage
+    finally:
+        ray.shutdown()
+
+
 def main() -> None:
     """Train from the driver."""
     parser = parser_of(__doc__)
@@ -100,20 +116,13 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=0)
     options = parser.parse_args()
     settings = settings_of(parser, options)
-    address = os.environ.get("RAY_ADDRESS") or "local"
-    # Without a dashboard, as raydl starts Ray: a dashboard uses CPU time.
-    is_own = {"include_dashboard": False} if address == "local" else {}
-    ray.init(address=address, log_to_driver=False, **is_own)
-    try:
-        with tempfile.TemporaryDirectory() as storage:
-            fit(
-                settings,
-                num_workers=options.workers,
-                max_failures=options.max_failures,
-                storage=storage,
-            )
-    finally:
-        ray.shutdown()
+    with on_ray() as storage:
+        fit(
+            settings,
+            num_workers=options.workers,
+            max_failures=options.max_failures,
+            storage=storage,
+        )
 
 
 if __name__ == "__main__":

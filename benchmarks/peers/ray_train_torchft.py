@@ -10,8 +10,6 @@ connects to the cluster of ``RAY_ADDRESS``, or starts one on this machine.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from typing import Any
 
 import ray
@@ -21,6 +19,7 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2.torch.torchft_config import TorchftConfig
 
 from benchmarks.peers.loop import Settings, parser_of, read_data, settings_of
+from benchmarks.peers.ray_train import on_ray
 from benchmarks.peers.supervisor import Replica
 from benchmarks.peers.torchft_replicas import LIGHTHOUSE, METHODS, train
 
@@ -46,30 +45,23 @@ def main() -> None:
     parser.add_argument("--max-failures", type=int, default=0)
     options = parser.parse_args()
     settings = settings_of(parser, options)
-    address = os.environ.get("RAY_ADDRESS") or "local"
-    # Without a dashboard, as raydl starts Ray: a dashboard uses CPU time.
-    is_own = {"include_dashboard": False} if address == "local" else {}
-    ray.init(address=address, log_to_driver=False, **is_own)
-    try:
-        with tempfile.TemporaryDirectory() as storage:
-            TorchTrainer(
-                work,
-                train_loop_config={
-                    "settings": settings, "method": options.method, "period": options.period,
-                    "data": [ray.put(read_data(settings))],
-                },
-                torch_config=TorchftConfig(lighthouse_kwargs=LIGHTHOUSE, backend="gloo"),
-                scaling_config=ScalingConfig(
-                    num_workers=options.workers, resources_per_worker={"CPU": 1}
-                ),
-                run_config=RunConfig(
-                    name="peer",
-                    storage_path=storage,
-                    failure_config=FailureConfig(max_failures=options.max_failures),
-                ),
-            ).fit()  # fmt: skip
-    finally:
-        ray.shutdown()
+    with on_ray() as storage:
+        TorchTrainer(
+            work,
+            train_loop_config={
+                "settings": settings, "method": options.method, "period": options.period,
+                "data": [ray.put(read_data(settings))],
+            },
+            torch_config=TorchftConfig(lighthouse_kwargs=LIGHTHOUSE, backend="gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=options.workers, resources_per_worker={"CPU": 1}
+            ),
+            run_config=RunConfig(
+                name="peer",
+                storage_path=storage,
+                failure_config=FailureConfig(max_failures=options.max_failures),
+            ),
+        ).fit()  # fmt: skip
 
 
 if __name__ == "__main__":
