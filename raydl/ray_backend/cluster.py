@@ -202,7 +202,7 @@ def _known_of(actor: ActorHandle | str) -> dict[str, Any]:
     Args:
         actor: its handle, or its id.
     """
-    if not ray_version.is_seen():
+    if not ray_version.is_tested():
         return {}
     from ray._private.state import state
 

@@ -111,7 +111,7 @@ def runtime_env() -> dict[str, Any] | None:
     """
     import ray
 
-    if not ray_version.is_seen():
+    if not ray_version.is_tested():
         return None
     of_this = ray.get_runtime_context().runtime_env
     names = {name.lstrip("_") for name, value in of_this.items() if value}

@@ -8,26 +8,26 @@ is used: Ray starts in its own way.
 
 from __future__ import annotations
 
-SEEN = ("2.60.0",)
+TESTED = ("2.60.0",)
 """The versions with which raydl's tests have passed."""
 
 
-def is_seen() -> bool:
+def is_tested() -> bool:
     """Whether raydl may use private parts of the Ray that is installed here."""
     import ray
 
-    return ray.__version__ in SEEN
+    return ray.__version__ in TESTED
 
 
 def note() -> str:
     """Return a sentence about what a run lacks with another version of Ray; empty with these."""
     import ray
 
-    if is_seen():
+    if is_tested():
         return ""
     return (
         f"Ray {ray.__version__} starts in its own way, since raydl's tests have seen only "
-        f"{' and '.join(SEEN)}: processes start more slowly, without the fork server; a cluster of "
-        f"the run's own listens on all interfaces; nodes that drain, and workers that hang as "
-        f"they start, are not noticed; install ray=={SEEN[-1]} to change this"
+        f"{' and '.join(TESTED)}: processes start more slowly, without the fork server; a cluster "
+        f"of the run's own listens on all interfaces; nodes that drain, and workers that hang as "
+        f"they start, are not noticed; install ray=={TESTED[-1]} to change this"
     )

@@ -39,8 +39,6 @@ _START_S = 120.0
 """The longest wait for the node of a cluster of the run's own, in seconds. Ray's own is 30."""
 _ATTEMPTS = 3
 """How often a cluster of the run's own is started, if its raylet ends as it starts."""
-_TIMED_OUT = "timed out during startup"
-"""Ray's words if a node was not ready in time."""
 _END_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
 _MIN_FILES = 128
@@ -53,8 +51,8 @@ _is_awaited = threading.Event()
 """Whether ``connect`` has been called since ``begin``."""
 _is_ending = threading.Event()
 """Whether this process ends while its cluster may still be starting."""
-_SAID_BY_RAYDL = ("A worker died or was killed while executing", "The node with node id: ")
-"""How Ray's messages begin that tell at length what a sentence in the log of the run tells."""
+_OF_LOSSES = ("A worker died or was killed while executing", "The node with node id: ")
+"""How Ray's messages about a lost process or node begin."""
 _HINT = (
     "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token (ray get-auth-token on its "
     "head prints it)"
@@ -251,10 +249,10 @@ def _check_command() -> None:
     import ray
 
     command = " ".join(sys.orig_argv)
-    if not ray_version.is_seen() and redact(command) != command:
+    if not ray_version.is_tested() and redact(command) != command:
         raise ConfigError(
             "ray",
-            f"must be {' or '.join(ray_version.SEEN)} with credentials in a URI of the command, "
+            f"must be {' or '.join(ray_version.TESTED)} with credentials in a URI of the command, "
             f"got {ray.__version__}: this version would show them in its list of jobs; put them "
             f"into the environment",
         )
@@ -281,25 +279,29 @@ def _check_open_files() -> None:
 def _start_here(*, has_forks: bool) -> None:
     _check_certificates()
     _check_open_files()
-    changes = (
+    patches = (
         _redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker, _patiently
     )  # fmt: skip
-    for attempt in range(1, _ATTEMPTS + 1):
+    cause: Exception | None = None
+    for _ in range(_ATTEMPTS):
         try:
-            with _without_hangups(), _changed(*changes):
+            with _without_hangups(), _patched(*patches):
                 _start_ray(has_forks=has_forks)
             return
+        except _RayletEndedError as error:
+            cause = error
+            if _is_ending.is_set():
+                break
         except Exception as error:
-            is_last = attempt == _ATTEMPTS or _is_ending.is_set()
-            if isinstance(error, _RayletEndedError) and not is_last:
-                continue
-            if not isinstance(error, _RayletEndedError) and _TIMED_OUT not in str(error):
+            if "timed out during startup" not in str(error):  # Ray's words
                 raise
-            raise ClusterError(
-                "local",
-                "did not start in time: this machine is very busy, or lacks memory or disk "
-                "space; try again, or start a cluster with ray start and set RAY_ADDRESS=auto",
-            ) from error
+            cause = error
+            break
+    raise ClusterError(
+        "local",
+        "did not start in time: this machine is very busy, or lacks memory or disk space; try "
+        "again, or start a cluster with ray start and set RAY_ADDRESS=auto",
+    ) from cause
 
 
 def _start_ray(*, has_forks: bool) -> None:
@@ -310,7 +312,7 @@ def _start_ray(*, has_forks: bool) -> None:
         include_dashboard=False,
         logging_level=_level(),
         _temp_dir=str(make_private_folder(os.environ)),
-        _system_config=_system_config(has_forks) if ray_version.is_seen() else None,
+        _system_config=_system_config(has_forks) if ray_version.is_tested() else None,
     )
 
 
@@ -346,7 +348,7 @@ def _draw_ids_from_the_system() -> None:
     _raylet.random = random.SystemRandom()  # type: ignore[attr-defined]
 
 
-def _keep_what_raydl_says() -> None:
+def _log_losses_to_file() -> None:
     """Write Ray's messages about lost processes to a file among Ray's logs, not to the terminal.
 
     Each has twelve lines, most of which guess at what may have killed the process. Ray has no
@@ -360,8 +362,8 @@ def _keep_what_raydl_says() -> None:
 
     def keep_or_show(data: dict[str, Any], ignore_prefix: bool) -> None:
         lines = data["lines"]
-        is_said = data.get("pid") == "raylet" and all(x.startswith(_SAID_BY_RAYDL) for x in lines)
-        if not (is_said and _keep(worker._global_node.get_logs_dir_path(), lines)):
+        is_of_loss = data.get("pid") == "raylet" and all(x.startswith(_OF_LOSSES) for x in lines)
+        if not (is_of_loss and _keep(worker._global_node.get_logs_dir_path(), lines)):
             show(data, ignore_prefix)
 
     worker.print_to_stdstream = keep_or_show
@@ -382,14 +384,14 @@ def _keep(folder: str, lines: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _changed(*changes: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Make changes to Ray inside this context, if this version of Ray permits any."""
+def _patched(*patches: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Patch Ray inside this context, if raydl has been tested with this version of Ray."""
     with ExitStack() as stack:
-        if ray_version.is_seen():
+        if ray_version.is_tested():
             _draw_ids_from_the_system()
-            _keep_what_raydl_says()
-            for change in changes:
-                stack.enter_context(change())
+            _log_losses_to_file()
+            for patch in patches:
+                stack.enter_context(patch())
         yield
 
 
@@ -570,9 +572,9 @@ def _join(address: str) -> None:
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
     _check_certificates()
     try:
-        if ray_version.is_seen():
+        if ray_version.is_tested():
             _check_cluster(address)
-        with _changed(_redacted_command):
+        with _patched(_redacted_command):
             ray.init(logging_level=_level())
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         ray.shutdown()
@@ -681,7 +683,7 @@ def draining_nodes() -> dict[str, int]:
 
     Ray has no public call for it: empty with another version of Ray.
     """
-    if not ray_version.is_seen():
+    if not ray_version.is_tested():
         return {}
     from ray._private.state import state
 
@@ -716,7 +718,7 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
 
 def _cluster_config() -> Any:
     """Return the configuration that an autoscaler has given to Ray, or None."""
-    if not ray_version.is_seen():
+    if not ray_version.is_tested():
         return None
     from ray._private.state import state
 
@@ -744,7 +746,7 @@ def uploaded_files(folder: str, excludes: list[str]) -> dict[Path, int] | None:
     Ray's own walk finds them, with .gitignore and .rayignore. None: another version of Ray may walk
     in another way.
     """
-    if not ray_version.is_seen():
+    if not ray_version.is_tested():
         return None
     from ray._private.runtime_env import packaging
 
@@ -769,7 +771,7 @@ def drain_node(node_id: str, *, deadline_s: float) -> None:
     """
     import ray
 
-    if not ray_version.is_seen():
+    if not ray_version.is_tested():
         raise RuntimeError(f"node {node_id} cannot be drained with Ray {ray.__version__}")
     from ray.core.generated import autoscaler_pb2
 

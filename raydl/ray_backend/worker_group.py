@@ -476,7 +476,7 @@ class RayWorkerGroup:
         return []
 
     def _is_placed(self, who: str) -> bool:
-        if not ray_version.is_seen() and who not in self._workers:
+        if not ray_version.is_tested() and who not in self._workers:
             return True  # Ray does not tell, but a shard reserves nothing, so that it has a place
         return self._place_of_starting(who) is not None
 

@@ -20,11 +20,11 @@ from raydl.ray_backend import cluster, ray_version, session
 
 PRIVATE = re.compile(r"\bray\.(_[a-z]\w*|core\.)|from ray import _|\._ray_\w+")
 USERS = {"cluster.py", "fork_server.py", "session.py"}
-"""The modules that name private parts of Ray, each of which asks ``is_seen``."""
+"""The modules that name private parts of Ray, each of which asks ``is_tested``."""
 OTHER_RAY = """
 import sys
 from raydl.ray_backend import ray_version
-ray_version.SEEN = ("2.0.0",)
+ray_version.TESTED = ("2.0.0",)
 from raydl import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -65,7 +65,7 @@ def replaceable():
 
 
 def test_the_version_that_is_installed_is_among_those_that_the_tests_have_seen():
-    assert ray.__version__ in ray_version.SEEN
+    assert ray.__version__ in ray_version.TESTED
     assert session.notes() == []
 
 
@@ -137,7 +137,7 @@ def test_only_modules_that_ask_for_the_version_name_private_parts_of_ray():
     }
     assert users.keys() == USERS
     for name, text in users.items():
-        assert "ray_version.is_seen()" in text, name
+        assert "ray_version.is_tested()" in text, name
 
 
 def _code_of(path):
