@@ -102,7 +102,9 @@ def test_a_rebuilt_center_of_a_parameter_server_method_keeps_its_optimizers_mome
 
 def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tmp_path):
     # Usual times are known after five reports, two a second; by then some 60 rounds have passed.
-    faults = [{"fault": "slow", "target": "rank 1", "at": "round 120", "by_s": 1.5, "for_s": 10}]
+    # A round of 20 s is late on any machine: leaving a worker out costs two pauses, and a pause may
+    # take 4 s on a busy one.
+    faults = [{"fault": "slow", "target": "rank 1", "at": "round 120", "by_s": 5, "for_s": 20}]
     options = ["--model", "origins:model", "--epochs", "9999", "--period", "4", "--workers", "2:3"]
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         # On a busy machine a worker may also be late before the fault.
