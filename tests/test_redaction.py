@@ -23,6 +23,7 @@ import raydl.data
 from raydl import Trainer, cli, errors, storage
 from raydl.checkpoint.store import CheckpointStore
 from raydl.cli import submitting
+from raydl.cli.commands import COMMANDS
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, DataError
 from raydl.launch.submission import check_credentials
@@ -246,7 +247,7 @@ def test_a_traceback_of_user_code_is_shown_without_credentials(monkeypatch, caps
     def fail(arguments):
         raise ZeroDivisionError(f"while reading {arguments[0]}")
 
-    monkeypatch.setitem(cli.COMMANDS, "check", fail)
+    monkeypatch.setitem(COMMANDS, "check", fail)
     assert cli.main(["check", "s3://KEY:SECRET@bucket/x?sig=SECRET"]) == 1
     shown = capsys.readouterr().err
     assert "Traceback" in shown

@@ -12,27 +12,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
 
 from raydl.cli import parent
 from raydl.redaction import redact
 
-__all__ = ["COMMANDS", "main", "parse_train", "run_to_exit"]
+__all__ = ["main", "run_to_exit"]
 
 _DRIVERS = ("train", "compare", "weak-scaling")
 """The commands that drive runs."""
 _RAY_SHUTDOWN_S = 10.0
 """Longest wait for the shutdown of Ray before ``os._exit``, in seconds."""
-_MODULES = {"COMMANDS": "commands", "parse_train": "options"}
-"""The modules of names that take long to import."""
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'raydl.cli' has no attribute {name!r}")
-    return getattr(import_module(f"raydl.cli.{_MODULES[name]}"), name)
 
 
 def main(arguments: Sequence[str] | None = None, *, ends_process: bool = False) -> int:

@@ -44,7 +44,7 @@ def completion(arguments: Sequence[str]) -> int:
     if options.shell not in _SHELLS:
         raise UnknownNameError("completion.shell", options.shell, _SHELLS)
     from raydl import models
-    from raydl.cli import COMMANDS
+    from raydl.cli.commands import COMMANDS
     from raydl.core.methods import METHODS
 
     if options.shell == "zsh":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import select
 import signal
 import sys
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from raydl.errors import WORTH_RETRYING
+from raydl.ray_backend.open_files import MANY_FILES, open_file_limit
 
 _PASSED_ON: frozenset[int] = frozenset(
     {
@@ -38,8 +38,6 @@ _PASSED_ON: frozenset[int] = frozenset(
 )
 _TOGETHER_S = 0.1
 """Signals of one kind that reach parent and child within this time are one, in seconds."""
-_FEW_FILES = 1024
-"""A limit of open files below which Ray may fail."""
 _report_to: int | None = None
 """In the child: the pipe for its final status."""
 
@@ -196,9 +194,9 @@ def _sentence(code: int) -> str:
     else:
         how = f"ended with exit status {code}"
         causes = "Ray does so if it loses its raylet or this machine lacks memory or open files"
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < _FEW_FILES:
-        causes += f"; only {limit} files may be open, so raise ulimit -n to {_FEW_FILES} or more"
+    limit = open_file_limit()
+    if limit < MANY_FILES:
+        causes += f"; only {limit} files may be open, so raise ulimit -n to {MANY_FILES} or more"
     return (
         f"the driver {how} and said no more ({causes}); the same command with --resume resumes "
         f"from the last checkpoint, if one was written"

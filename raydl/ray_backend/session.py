@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import re
-import resource
 import select
 import signal
 import stat
@@ -28,6 +27,7 @@ from urllib.parse import urlsplit
 from raydl.config.tls import check_tls, tls_files
 from raydl.errors import STOPPED, ClusterError, ConfigError
 from raydl.ray_backend import fork_server, ray_version
+from raydl.ray_backend.open_files import check_open_files
 from raydl.ray_backend.private_folder import make_private_folder
 from raydl.redaction import redact
 
@@ -41,10 +41,6 @@ _ATTEMPTS = 3
 """How often a cluster of the run's own is started, if its raylet ends as it starts."""
 _END_S = 60.0
 """How long this process waits at its end for a cluster that is starting, in seconds."""
-_MIN_FILES = 128
-"""The least limit of open files with which a small local cluster runs."""
-_MANY_FILES = 1024
-"""A limit of open files that suffices for a local cluster."""
 _beginning: Future[bool] | None = None
 """A connection that is under way; its result is that of ``connect``."""
 _is_awaited = threading.Event()
@@ -265,20 +261,9 @@ def _check_certificates() -> None:
         check_tls(files)
 
 
-def _check_open_files() -> None:
-    """Refuse a limit of open files with which Ray's processes would hang or end."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < _MIN_FILES:
-        raise ClusterError(
-            "local",
-            f"needs {_MIN_FILES} open files per process, and the limit is {limit}; raise it, for "
-            f"instance with ulimit -n {_MANY_FILES}",
-        )
-
-
 def _start_here(*, has_forks: bool) -> None:
     _check_certificates()
-    _check_open_files()
+    check_open_files()
     patches = (
         _redacted_command, _on_the_loopback, _without_dashboard, _own_setup_worker, _patiently
     )  # fmt: skip

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydl import cli
+from raydl.cli.options import parse_train
 from raydl.core.progress import Progress
 from raydl.data import Normalizer, load
 from raydl.metrics import TAGS, tag_of
@@ -68,13 +69,13 @@ def test_help_is_grouped_and_names_the_short_flags(capsys):
 
 
 def test_workers_are_a_number_or_a_range():
-    assert cli.parse_train(["--workers", "3"]).scaling.num_workers == 3
-    assert cli.parse_train(["--workers", "2:8"]).scaling.num_workers == (2, 8)
+    assert parse_train(["--workers", "3"]).scaling.num_workers == 3
+    assert parse_train(["--workers", "2:8"]).scaling.num_workers == (2, 8)
 
 
 def test_the_settings_that_workers_receive_are_of_the_classes_that_they_import():
     """A class that the command line made would be sent whole; to load it, workers import tyro."""
-    config = cli.parse_train(["--workers", "3", "--lr", "0.2"])
+    config = parse_train(["--workers", "3", "--lr", "0.2"])
     sent = pickle.dumps(config)
     assert pickle.loads(sent) == config
     assert b"tyro" not in sent
@@ -141,8 +142,8 @@ def test_ray_starts_ahead_for_workers_unless_the_data_are_mistyped(
 
 
 def test_none_removes_a_limit():
-    assert cli.parse_train(["--optimizer.clip-grad-norm", "None"]).optimizer.clip_grad_norm is None
-    assert cli.parse_train(["--optimizer.nesterov", "true"]).optimizer.nesterov is True
+    assert parse_train(["--optimizer.clip-grad-norm", "None"]).optimizer.clip_grad_norm is None
+    assert parse_train(["--optimizer.nesterov", "true"]).optimizer.nesterov is True
 
 
 def test_help_shows_no_type_that_a_user_cannot_type(capsys):

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from raydl import cli
-from raydl.cli import parse_train, submitting
+from raydl.cli import submitting
+from raydl.cli.options import parse_train
 from raydl.config import dotted, to_dict
 from raydl.errors import ConfigError, RaydlError
 from raydl.launch import submission

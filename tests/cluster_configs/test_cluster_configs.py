@@ -24,7 +24,8 @@ from ray.autoscaler._private.kuberay.node_provider import (
 from ray.autoscaler._private.util import prepare_config, validate_config
 from repository import ROOT
 
-from raydl import cli
+from raydl.cli.commands import COMMANDS
+from raydl.cli.options import parse_train
 from raydl.core.methods import METHODS
 from raydl.launch.spot_notice.__main__ import main as spot_notice
 from raydl.launch.submission import HOME_RUNS
@@ -568,7 +569,7 @@ def runs_of(name):
     if name == "kuberay-rayjob":
         commands.append(shlex.split(config_documents(name)["RayJob"]["spec"]["entrypoint"]))
     options = [trained_by(words) for words in commands]
-    configs = [cli.parse_train(o) for o in options if o]
+    configs = [parse_train(o) for o in options if o]
     assert configs
     assert all(c.method.name in METHODS for c in configs)
     assert all(isinstance(c.scaling.num_workers, tuple) for c in configs)
@@ -598,7 +599,7 @@ def test_the_commands_of_a_header_are_valid(name):
         if words and words[0] == "ray":
             check_ray(words[1:])
         if words and words[0] == "raydl":
-            assert words[1] in cli.COMMANDS
+            assert words[1] in COMMANDS
         for word in words:
             if file := re.match(r"(?:\$PWD/)?((?:cluster_configs|jobs)/.+)", word):
                 assert (ROOT / file[1]).is_file(), word

@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from raydl.cli import parse_train
+from raydl.cli.options import parse_train
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,

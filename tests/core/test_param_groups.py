@@ -12,7 +12,7 @@ from replicas import PLAIN, batches, deep, replica_config, replica_of, steps_of_
 
 import raydl
 from raydl import cli
-from raydl.cli import parse_train
+from raydl.cli.options import parse_train
 from raydl.config import (
     ExchangeConfig,
     MethodConfig,

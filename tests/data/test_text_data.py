@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from raydl import cli
+from raydl.cli.options import parse_train
 from raydl.config import InputConfig
 from raydl.data import load, preparation_for
 from raydl.data.samples import DataShape
@@ -330,7 +331,7 @@ class OnlyLoss(LanguageModel):
 
 
 def test_a_run_without_accuracy_has_a_status_and_a_report(run, tmp_path, capsys):
-    config = cli.parse_train([
+    config = parse_train([
         "--workers", "0", "--run-dir", str(tmp_path / "run"), "--run.progress", "plain",
         "--steps", "3", "--batch-size", "8", "--context", "8",
     ])  # fmt: skip
@@ -400,7 +401,7 @@ def test_methods_are_compared_on_a_task_without_accuracy(tmp_path):
         "time_parts": dict.fromkeys(TIME_PARTS, 0.1),
         "evaluations": [{"round": 1, "samples": 20, "seconds": 1.0, "loss": 0.5}],
     }  # fmt: skip
-    base = cli.parse_train(["--steps", "3"])
+    base = parse_train(["--steps", "3"])
     comparison = Comparison(methods="sync-easgd", seeds=1, out=str(tmp_path), base=base)
 
     def fit(config):
@@ -419,6 +420,6 @@ def test_methods_are_compared_on_a_task_without_accuracy(tmp_path):
 
 def test_texts_need_no_preparation(run):
     data = read(str(run.parent / "a.txt"))
-    config = cli.parse_train([])
+    config = parse_train([])
     batch = data.train.fetch(np.arange(2))
     assert preparation_for(data, config)(batch, np.arange(2), 0) is batch

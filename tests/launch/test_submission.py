@@ -9,6 +9,8 @@ import pytest
 
 from raydl import cli
 from raydl.cli import submitting
+from raydl.cli.commands import COMMANDS
+from raydl.cli.options import parse_train
 from raydl.config import TrainConfig, to_dict
 from raydl.errors import ConfigError
 from raydl.launch.submission import (
@@ -23,7 +25,7 @@ from raydl.ray_backend import session as ray_session
 
 
 def plan_of(*options):
-    return plan_run(options, cli.parse_train(options), message_id="20261121-150000")
+    return plan_run(options, parse_train(options), message_id="20261121-150000")
 
 
 def error_of(capsys, *arguments):
@@ -69,7 +71,7 @@ def test_the_command_has_the_options_of_the_run():
     options = ["--method", "async-easgd", "--data", "/a folder/with spaces", "--run-dir", "/runs/a"]
     command = shlex.split(plan_of(*options).command())
     assert command[:5] == ["exec", "python", "-m", "raydl", "train"]
-    assert to_dict(cli.parse_train(command[5:])) == to_dict(cli.parse_train(options))
+    assert to_dict(parse_train(command[5:])) == to_dict(parse_train(options))
 
 
 def test_a_run_must_not_be_kept_in_the_jobs_own_folder():
@@ -96,7 +98,7 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--data", "part-*.parquet"],
     ):
         with pytest.raises(ConfigError, match=r"is in this folder.* add --working-dir \. "):
-            check_what_travels(cli.parse_train(options), here=tmp_path)
+            check_what_travels(parse_train(options), here=tmp_path)
     for options in (
         [],
         ["--method", "elsewhere:Rule"],
@@ -107,7 +109,7 @@ def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path
         ["--data", "digits"],  # the bundled ones
         ["--data", "synthetic:64"],
     ):
-        check_what_travels(cli.parse_train(options), here=tmp_path)
+        check_what_travels(parse_train(options), here=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -351,8 +353,8 @@ def test_a_run_name_makes_resume_possible():
 
 
 def test_a_submitted_run_accepts_every_option_of_a_run():
-    assert cli.COMMANDS["submit"] is submitting.submit
+    assert COMMANDS["submit"] is submitting.submit
     for low, high in itertools.pairwise((1, 2, 8)):
         plan = plan_of("--workers", f"{low}:{high}")
         assert f"--workers {low}:{high}" in plan.command(again=True)
-    assert isinstance(cli.parse_train(["--workers", "1:2"]), TrainConfig)
+    assert isinstance(parse_train(["--workers", "1:2"]), TrainConfig)

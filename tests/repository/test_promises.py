@@ -11,8 +11,8 @@ import pytest
 from repository import ROOT
 
 import raydl
-from raydl import cli
 from raydl.cli import data, options, planning, reporting, runs
+from raydl.cli.commands import COMMANDS
 from raydl.config import TrainConfig
 from raydl.core.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
@@ -205,14 +205,14 @@ def test_the_commands_of_the_docs_are_valid(root, name, monkeypatch):
     for module in modules.values():
         monkeypatch.setattr(module, "parse", parse_alone)
     for words in commands((root / name).read_text()):
-        command = cli.COMMANDS[words[1]]
+        command = COMMANDS[words[1]]
         if words[1] == "train":
-            config = cli.parse_train(words[2:])
+            config = options.parse_train(words[2:])
             assert isinstance(config, TrainConfig)
             assert config.method.name in METHODS
             assert config.model in MODELS
         elif words[1] == "submit":
-            cli.parse_train(words[words.index("--") + 1 :])
+            options.parse_train(words[words.index("--") + 1 :])
         elif command.__module__ in modules:
             with pytest.raises(Parsed):
                 command(words[2:])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from raydl import cli
+from raydl.cli.options import parse_train
 from raydl.config import RunConfig, TrainConfig
 from raydl.errors import ConfigError
 from raydl.metrics import trackers
@@ -121,9 +122,9 @@ def test_a_folder_of_the_same_name_comes_before_a_run_in_runs(working_folder):
 
 def test_the_configuration_of_a_run_starts_another_run_without_its_name():
     assert train("--name", "first", "--epochs", "1") == 0
-    assert cli.parse_train(["--config", "runs/first/config.json"]).run.name is None
+    assert parse_train(["--config", "runs/first/config.json"]).run.name is None
     Path("run.yaml").write_text("name: second\n")
-    assert cli.parse_train(["--config", "run.yaml"]).run.name == "second"
+    assert parse_train(["--config", "run.yaml"]).run.name == "second"
 
 
 def test_a_stopped_run_is_resumed_by_the_same_command(capsys, monkeypatch):
