@@ -171,10 +171,18 @@ def test_the_trainer_accepts_a_section_of_settings():
     assert Trainer().config.elastic == ElasticConfig()
 
 
-def test_settings_of_a_version_without_a_section_take_its_defaults():
-    values = to_dict(TrainConfig(model="mlp"))
-    del values["elastic"]
-    assert from_dict(TrainConfig, values) == TrainConfig(model="mlp")
+def test_settings_that_an_earlier_version_did_not_have_take_their_defaults():
+    config = TrainConfig(model="mlp")
+    for section, settings in to_dict(config).items():
+        if section == "model":
+            continue
+        values = to_dict(config)
+        del values[section]
+        assert from_dict(TrainConfig, values) == config
+        for setting in settings if isinstance(settings, dict) else ():
+            values = to_dict(config)
+            del values[section][setting]
+            assert from_dict(TrainConfig, values) == config
 
 
 def test_the_number_of_workers_may_be_a_list():
