@@ -24,7 +24,8 @@ to the next one, in turn. raydl writes one every minute and needs none for the r
 have the same cluster, which offers three CPUs to Ray, the same batches, one thread per worker, and
 no evaluations. Ray Train with torchft replaces the lost worker alone (``TorchftConfig``). ``2:3``
 may train with two workers. With a fixed number of workers, the survivors wait for the replacement.
-``3 + spare`` keeps a hot spare, which is ready when the worker is killed.
+``3 + spare`` keeps a hot spare, which is ready when the worker is killed. In the cases
+``without fork server`` Ray starts the replacement in its own way.
 """
 
 from __future__ import annotations
@@ -57,17 +58,21 @@ NUM_WAYS = 3
 PEER = "Ray Train"
 REPLACING_PEER = "Ray Train with torchft DiLoCo"
 """Its controller replaces the lost worker alone; the others train on."""
-CASES = {
+NO_FORK_SERVER = "--scaling.no-fork-server"
+"""With it, Ray starts the processes of raydl in its own way."""
+CASES: dict[str, tuple[Any, ...]] = {
     "sync-easgd 2:3": ("sync-easgd", "2:3", 0),
     "async-easgd 2:3": ("async-easgd", "2:3", 0),
     "hogwild-easgd 2:3": ("hogwild-easgd", "2:3", 0),
     "sync-easgd 3": ("sync-easgd", "3", 0),
     "sync-easgd 3 + spare": ("sync-easgd", "3", 1),
     "async-easgd 3 + spare": ("async-easgd", "3", 1),
+    "sync-easgd 2:3 without fork server": ("sync-easgd", "2:3", 0, NO_FORK_SERVER),
+    "sync-easgd 3 without fork server": ("sync-easgd", "3", 0, NO_FORK_SERVER),
 }
-"""Method, workers and hot spares of each case."""
+"""Method, workers, hot spares and further options of each case."""
 _QUICK_SAMPLES = 12_000
-QUICK_CASES = {
+QUICK_CASES: dict[str, tuple[Any, ...]] = {
     "sync-easgd 1:2": ("sync-easgd", "1:2", 0),
     "sync-easgd 2 + spare": ("sync-easgd", "2", 1),
 }
@@ -110,13 +115,21 @@ def pauses_of(steps: list[Step], *, killed_at: float, until: float) -> tuple[flo
     return longest - step_s, pauses
 
 
-def endless_run(data: str, method: str, workers: str, spares: int) -> list[str]:
-    """Return the arguments of a run of raydl that does not end by itself."""
+def endless_run(data: str, method: str, workers: str, spares: int, *more: str) -> list[str]:
+    """Return the arguments of a run of raydl that does not end by itself.
+
+    Args:
+        data: folder of the data set.
+        method: name of the method.
+        workers: N, or MIN:MAX.
+        spares: number of hot spares.
+        more: further arguments.
+    """
     return [
         "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
         "--workers", workers, "--spares", str(spares), "--batch-size", str(BATCH_SIZE),
         "--samples", _ENDLESS, "--evaluation.every-epochs", _ENDLESS,
-        "--run-dir", "{folder}/run", "--run.progress", "plain",
+        "--run-dir", "{folder}/run", "--run.progress", "plain", *more,
     ]  # fmt: skip
 
 
@@ -147,22 +160,23 @@ def endless_replicas(data: str, module: str, *more: str, num_workers: int) -> li
 
 
 def raydl_case(
-    cluster: Cluster, data: str, method: str, workers: str, spares: int, turn: list[int]
+    cluster: Cluster, data: str, turn: list[int], method: str, workers: str, spares: int, *more: str
 ) -> Recovery:
     """Return the cost of a killed worker of raydl.
 
     Args:
         cluster: cluster of the run.
         data: folder of the data set.
+        turn: number of workers killed before, in a list; it is incremented.
         method: name of the method.
         workers: N, or MIN:MAX.
         spares: number of hot spares.
-        turn: number of workers killed before, in a list; it is incremented.
+        more: further arguments of the run.
 
     Raises:
         WatchError: if the run timed out.
     """
-    with Watched(endless_run(data, method, workers, spares), cluster) as run:
+    with Watched(endless_run(data, method, workers, spares, *more), cluster) as run:
         num_workers = int(workers.rpartition(":")[2])
         ready = f"{spares} spares are ready"
         run.wait_until(lambda: num_ready(run.folder / "run") >= spares, ready, within_s=_UP_S)
@@ -334,7 +348,7 @@ def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
     for name, of_case in results.items():
         lost = [r.lost_s for r in of_case]
         short = f"recovery.{name.replace(' + ', ' ').replace(' ', '-').lower()}"
-        is_fixed = name.endswith(" 3")
+        is_fixed = " 3" in name and "spare" not in name
         target, tenth = (None, None) if is_fixed or name in peers else (1.0, 0.1)
         report.add_figures(_figure(f"{short}.lost_s", Spread.of(lost), target))
         if name != PEER:
@@ -371,7 +385,7 @@ def main() -> None:
         if options.quick:
             data = cut_set(data, Path(folder) / "set", num_train=_QUICK_SAMPLES)
         cases: dict[str, Callable[[], Recovery]] = {
-            name: partial(raydl_case, cluster, data, *case, [0]) for name, case in ours.items()
+            name: partial(raydl_case, cluster, data, [0], *case) for name, case in ours.items()
         }
         cases[PEER] = partial(peer_case, cluster, data, num_workers, [0])
         if not options.quick:

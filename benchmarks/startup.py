@@ -11,8 +11,9 @@ own        no Ray runs; the command starts Ray on this machine. Beside it torchr
            ranks each read the pictures, and torchft, whose launcher reads them for its replicas
 cluster    a Ray cluster runs, and the command connects to it
 
-The report also has intermediate moments, and the parts of the driver's work: its imports, by
-package, and reading the pictures, each measured in its own process.
+For ``raydl without fork server`` Ray starts the processes in its own way, as it does in a version
+that raydl was not tested with. The report also has intermediate moments, and the parts of the
+driver's work: its imports, by package, and reading the pictures, each measured in its own process.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ _RAYDL = (
     "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS, "--run-dir", "{folder}/run",
     "--run.progress", "plain",
 )  # fmt: skip
+_NO_FORKS = "raydl without fork server"
 _PEER = (
     "-m", "benchmarks.peers.ray_train", "--model", MODEL, "--workers", str(NUM_WORKERS),
     "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
@@ -148,6 +150,7 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
     """Measure one form and add it to the report."""
     cases: dict[str, Callable[[], Moments]] = {
         "raydl": partial(start, _RAYDL, data, cluster),
+        _NO_FORKS: partial(start, (*_RAYDL, "--scaling.no-fork-server"), data, cluster),
         "Ray Train": partial(start, _PEER, data, cluster),
     }
     if cluster is None:
