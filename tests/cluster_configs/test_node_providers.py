@@ -151,6 +151,13 @@ def test_a_setting_that_the_provider_does_not_create_must_be_given(cloud, path, 
         {"gcp": gcp_cluster, "azure": azure_cluster}[cloud](config)
 
 
+@pytest.mark.parametrize("cloud", ["gcp", "azure"], indirect=True)
+def test_a_provider_is_refused_with_a_ray_that_the_tests_have_not_seen(cloud, monkeypatch):
+    monkeypatch.setattr("ray.__version__", "2.61.0")
+    with pytest.raises(ConfigError, match=r"provider.module extends a private class of Ray"):
+        bootstrapped(cloud)
+
+
 # Google Cloud
 
 

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from raydl.errors import ConfigError
+from raydl.ray_backend import ray_version
 
 Cluster = dict[str, Any]
 """The contents of a cluster's file, as Ray's launcher passes them."""
@@ -19,8 +20,10 @@ def gcp_cluster(cluster: Cluster) -> Cluster:
     """Return a cluster on Google Cloud with the public key in each of its node types.
 
     Raises:
-        ConfigError: if a node type has no service account or network, or there is no key.
+        ConfigError: if raydl was not tested with this version of Ray, a node type has no service
+            account or network, or there is no key.
     """
+    _check_ray()
     cluster = copy.deepcopy(cluster)
     user, public_key = _ssh(cluster)
     for name, node in _nodes(cluster):
@@ -33,9 +36,10 @@ def azure_cluster(cluster: Cluster) -> Cluster:
     """Return a cluster on Azure with the public key in each of its node types.
 
     Raises:
-        ConfigError: if the provider has no subscription, a node type no identity, security group
-            or subnet, or there is no key.
+        ConfigError: if raydl was not tested with this version of Ray, the provider has no
+            subscription, a node type no identity, security group or subnet, or there is no key.
     """
+    _check_ray()
     cluster = copy.deepcopy(cluster)
     for key in ("subscription_id", "unique_id"):
         if not cluster["provider"].get(key):
@@ -52,6 +56,17 @@ def azure_provider(provider: dict[str, Any], node: dict[str, Any]) -> dict[str, 
     """Return the provider's settings with the identity and the network of one node type."""
     parameters = node["azure_arm_parameters"]
     return {**provider, **{key: parameters[key] for key in AZURE_OWN}}
+
+
+def _check_ray() -> None:
+    """Refuse another version of Ray, whose providers may grant or create what these do not."""
+    if not ray_version.is_tested():
+        raise ConfigError(
+            "provider.module",
+            f"extends a private class of Ray, which raydl's tests have seen only in "
+            f"{' and '.join(ray_version.TESTED)}; install ray=={ray_version.TESTED[-1]} here and "
+            f"on the head, or use Ray's own provider, which grants more",
+        )
 
 
 def _with_key(metadata: dict[str, Any], key: str) -> dict[str, Any]:
