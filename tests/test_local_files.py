@@ -2,6 +2,7 @@
 
 import os
 
+import crafted
 import pytest
 
 from raydl.storage import Storage
@@ -77,6 +78,12 @@ def test_links_inside_a_deleted_folder_are_not_followed(run, outside):
     (run / "checkpoint" / "inner" / "link").symlink_to(outside / "elsewhere")
     Storage(str(run)).delete_dir("checkpoint")
     assert not (run / "checkpoint").exists()
+
+
+def test_folders_that_are_nested_by_thousands_are_not_deleted_and_do_not_hold_up(run):
+    problem = pytest.raises(OSError, match="deep holds more than 64 folders, one in the other")
+    with crafted.folders_in_each_other(run / "deep", 1500), problem:
+        Storage(str(run)).delete_dir("deep")
 
 
 def test_a_local_file_of_curves_that_is_a_link_is_not_published(run, tmp_path):

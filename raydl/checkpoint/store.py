@@ -26,6 +26,7 @@ writes its file into the folder itself (``DistantState``), and reads it itself (
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -258,12 +259,18 @@ class CheckpointStore:
         return copies
 
     def _free_name(self, round: int) -> str:
-        """Return a name that no attempt of this process had: its writes may still be under way."""
+        """Return a name that no attempt of this process had: its writes may still be under way.
+
+        Raises:
+            OSError: it would have a number that is too large for a name.
+        """
         name = f"round-{round:08d}" + (f"-e{self._epoch}" if self._epoch > 1 else "")
         ages = map(_age, {*self._named(), *self._used})
         versions = [a.version for a in ages if (a.epoch, a.round) == (self._epoch, round)]
         version = 1 + max(versions, default=-1)
         free = name + (f".{version}" if version else "")
+        if not _NAME.fullmatch(free):  # somebody made up a round, or a folder with such a name
+            raise OSError(errno.EINVAL, f"{free} would have a number that no run reaches")
         self._used.add(free)
         return free
 

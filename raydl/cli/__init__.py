@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from raydl.cli import parent
+from raydl.errors import STOPPED
 from raydl.redaction import redact
 
 __all__ = ["main", "run_to_exit"]
@@ -67,6 +68,9 @@ def _finish(command: Callable[[], int]) -> int:
     except SystemExit as end:
         status = parent.status_of(end)
         raise
+    except KeyboardInterrupt:  # while the command is imported: then nothing in it catches this
+        status = STOPPED["SIGINT"]
+        print("interrupted", file=sys.stderr)
     finally:
         parent.report(status)
         _end_if_a_thread_hangs(status)

@@ -131,13 +131,13 @@ def _wait(child: int, arrived: int, mask: Iterable[int]) -> int:
     Args:
         child: process id of the child.
         arrived: pipe with the numbers of the signals that have reached the child.
-        mask: the signals to block from now on.
+        mask: the signals to block from now on; that of the end of a child is never blocked.
     """
     own_out, own_in = _pipe()
     signal.set_wakeup_fd(own_in, warn_on_full_buffer=False)
     for number in (*_PASSED_ON, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask} - {signal.SIGCHLD})
     waiting: dict[int, float] = {}  # by signal: when it reached this process
     in_child: dict[int, float] = {}  # by signal: when it last reached the child
     while True:

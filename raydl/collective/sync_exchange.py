@@ -47,6 +47,8 @@ from raydl.metrics import TimeParts
 
 HEADER_SIZE = len(dataclasses.fields(Header))
 """Number of header values in a message."""
+_EXACT = 2**24
+"""Whole numbers up to this one are exact in float32."""
 
 
 class Work(Protocol):
@@ -117,20 +119,22 @@ def gather_bytes(
     Args:
         group: the workers.
         rank: of this worker.
-        own: of this worker, fewer than 2^24, since float32 holds their number.
+        own: of this worker; their number may differ from rank to rank.
         round: number of the round.
         device: where the group gathers.
 
     Raises:
         ExchangeError: if a worker did not take part.
     """
-    [sizes] = gather_numbers(group, rank, [len(own)], round=round, device=device)
-    message = torch.zeros(max(1, int(max(sizes))), dtype=torch.uint8)
-    message[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    parts = gather_numbers(group, rank, divmod(len(own), _EXACT), round=round, device=device)
+    sizes = [int(high) * _EXACT + int(low) for high, low in zip(*parts, strict=True)]
+    message = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    if own:
+        message[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     gathered = torch.empty(group.num_workers, len(message), dtype=torch.uint8, device=device)
     group.start_allgather(message.to(device), gathered, round=round).wait()
     rows = gathered.cpu().numpy()
-    return [row[: int(size)].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _whole() -> float:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -136,6 +137,8 @@ _FORMER_NAMES = {
 """Current names of settings, by class and the name that earlier versions wrote."""
 
 
+_LONGEST_NAME = 100
+"""Most characters of an unknown name in a message: anybody may have written the file."""
 _hints_of = functools.cache(get_type_hints)
 
 
@@ -153,13 +156,14 @@ def from_dict(cls: type[_T], values: Any, prefix: str = "") -> _T:
         ConfigError: if a key is no setting of this version, or a value has the wrong type.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(prefix.rstrip(".") or "config", f"must be settings by name, got {values}")
+        problem = f"must be settings by name, got {reprlib.repr(values)}"
+        raise ConfigError(prefix.rstrip(".") or "config", problem)
     hints = _hints_of(cls)  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
     arguments: dict[str, Any] = {}
     for written, value in values.items():
         key = _FORMER_NAMES.get((cls, written), str(written))
         if key not in hints:
-            raise ConfigError(key, f"is no setting of {cls.__name__}")
+            raise ConfigError(key[:_LONGEST_NAME], f"is no setting of {cls.__name__}")
         if dataclasses.is_dataclass(hints[key]):
             value = from_dict(hints[key], value, f"{prefix}{key}.")
         elif isinstance(value, (list, tuple)):  # JSON has no tuples, and no setting is a list

@@ -94,9 +94,14 @@ class State:
     def save(self) -> None:
         """Write the file, for a start that resumes the run."""
         new = f".{self._name}-{uuid.uuid4().hex}"
-        with self._files.create(new) as file:
-            file.write(json.dumps(self._values()).encode())
-        self._files.rename(new, self._name)
+        try:
+            with self._files.create(new) as file:
+                file.write(json.dumps(self._values()).encode())
+            self._files.rename(new, self._name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.delete(new)
+            raise
 
     def _values(self) -> dict[str, Any]:
         names = ("run_id", "last_step", "num_writers")

@@ -203,7 +203,7 @@ class ControlChannel:
                 self._try(self._write_status, _repeated(newest))
             if must_poll:
                 self._try(self._poll)
-            self._try(self._write_answers)  # retried after the next poll
+            self._write_answers()  # one that fails is retried after the next poll
 
     def _end(self, status: RunStatus, closes_by: float) -> None:
         while not self._try(self._write_status, status) and time.monotonic() < closes_by:
@@ -212,7 +212,7 @@ class ControlChannel:
         refusal: _AnswerFile = {"ok": False, "sentence": f"the run has ended ({status.state})"}
         for request_id in sorted(self._received - self._answered):
             self._answers.setdefault(request_id, refusal)
-        self._try(self._write_answers)
+        self._write_answers()
 
     def _try(self, act: Callable[..., None], *arguments: Any) -> bool:
         """Call a function that uses the storage; return whether it needs no retry."""
@@ -239,15 +239,18 @@ class ControlChannel:
         with self._changed:
             answers = dict(self._answers)
         for request_id, answer in answers.items():
-            # Before the answer: its reader deletes both, or times out and deletes the request now.
-            with suppress(FileNotFoundError):
-                self._storage.delete_dir(f"requests/{request_id}")
-            # The reader may delete the answer's folder before that folder is flushed.
-            with suppress(FileNotFoundError):
-                self._storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
-            self._answered.add(request_id)
-            with self._changed:
-                del self._answers[request_id]
+            self._try(self._write_answer, request_id, answer)
+
+    def _write_answer(self, request_id: str, answer: _AnswerFile) -> None:
+        # Before the answer: its reader deletes both, or times out and deletes the request now.
+        with suppress(FileNotFoundError):
+            self._storage.delete_dir(f"requests/{request_id}")
+        # The reader may delete the answer's folder before that folder is flushed.
+        with suppress(FileNotFoundError):
+            self._storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
+        self._answered.add(request_id)
+        with self._changed:
+            del self._answers[request_id]
 
     def _poll(self) -> None:
         """Receive new requests; refuse those to an earlier driver of this run."""

@@ -16,6 +16,7 @@ written then have the epoch in their names (``raydl.checkpoint.store``) or in th
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import uuid
@@ -69,10 +70,15 @@ class DriverEpoch:
             holder: describes this process.
 
         Raises:
-            OSError: the storage failed.
+            OSError: the storage failed, or a record has a number that no run reaches.
         """
         number = 1 + max(_numbers(storage).values(), default=_unrecorded(storage))
         name = f"{number:08d}-{uuid.uuid4().hex[:8]}.json"
+        if not _NAME.fullmatch(name):  # its successor would not find it
+            problem = (
+                f"{FOLDER} or checkpoints has a start of number {number - 1}, which no run has"
+            )
+            raise OSError(errno.EINVAL, problem)
         record = {**holder, "driver_epoch": number}
         storage.write_bytes(f"{FOLDER}/{name}", json.dumps(record).encode())
         # A higher number is possible: that driver listed after this one wrote its record.

@@ -21,6 +21,9 @@ from typing import IO
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _IS_LINK = (errno.ELOOP, errno.EMLINK)
 """Errors of a system that does not follow a link; the second is FreeBSD's."""
+_MOST_FOLDERS = 64
+"""Deepest nesting of a name; raydl's own have four parts. Names that other people have nested by
+thousands would take a function that calls itself, or opens one folder after the other, too far."""
 _IS_IRREGULAR = (errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP, errno.EISDIR)
 """Errors at the opening of a socket, a device without a driver, a pipe or a folder."""
 
@@ -177,9 +180,12 @@ def _parts(name: str) -> list[str]:
     """Return the parts of a name.
 
     Raises:
-        OSError: the name leads out of the folder.
+        OSError: the name leads out of the folder, or is nested too deeply.
     """
     parts = name.split("/") if name else []
+    if len(parts) > _MOST_FOLDERS:
+        problem = f"{parts[0]} holds more than {_MOST_FOLDERS} folders, one in the other"
+        raise OSError(errno.EINVAL, problem)
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise OSError(errno.EINVAL, f"{name!r} is not the name of a file in this folder")
     return parts

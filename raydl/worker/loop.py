@@ -168,8 +168,7 @@ class Worker:
         self.last_score = None
         with self.parts.measure("initialization"):
             if self.runner.strategy is None:
-                with reported_as_damage(f"of worker {self.worker_id}"):
-                    self._start_from(snapshot, own_state)
+                self._start_from(snapshot, own_state)
             elif self._has_diverged:
                 self._start_over(snapshot, is_earlier=True)
                 self._has_diverged = self.runner.is_behind = False
@@ -207,6 +206,10 @@ class Worker:
         self.replica.flat.non_trainable.load(snapshot.non_trainable)
         if not own_state:  # None, or empty because the replica diverged
             return seed_generators(self._job.config.training.seed, self.worker_id)
+        with reported_as_damage(f"of worker {self.worker_id}"):
+            self._load(own_state, snapshot)
+
+    def _load(self, own_state: dict[str, Any], snapshot: Snapshot) -> None:
         self.replica.load_state_dict(own_state["replica"], copies=False)
         self.runner.local_step = own_state["local_step"]
         self.runner.losses.load_state_dict(own_state)

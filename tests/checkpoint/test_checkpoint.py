@@ -8,6 +8,7 @@ import shutil
 import zlib
 from pathlib import Path
 
+import crafted
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 
+from raydl.checkpoint.manifest import checksum_of
 from raydl.checkpoint.store import CheckpointStore
 from raydl.core.saved_state import pack, unpack
 from raydl.errors import CheckpointError, ConfigError, UnreadableCheckpointError
@@ -737,3 +739,31 @@ def test_a_checkpoint_that_has_lost_its_manifest_is_said_and_never_deleted(tmp_p
         store.write(make(round))
     assert (lost / "center.safetensors").read_bytes() == center
     assert store.names() == ["round-00000004-e2"]
+
+
+def test_the_rest_of_a_write_in_which_folders_are_nested_by_thousands_stops_no_write(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    rest = tmp_path / "checkpoints/.partial-round-00000001"
+    warning = pytest.warns(RuntimeWarning, match="more than 64 folders, one in the other")
+    with crafted.folders_in_each_other(rest, 1500), warning:
+        assert store.write(make(2)) == "round-00000002"
+    assert store.names() == ["round-00000002"]
+
+
+def test_a_folder_with_a_version_that_no_run_reaches_ends_the_write_with_a_sentence(tmp_path):
+    (tmp_path / f"checkpoints/round-00000002.{10**18 - 1}").mkdir(parents=True)
+    store = CheckpointStore(Storage(str(tmp_path)))
+    with pytest.raises(CheckpointError, match=f"{10**18} would have a number that no run reaches"):
+        store.write(make(2))
+    assert store.write(make(3)) == "round-00000003"
+
+
+def test_a_checkpoint_of_a_round_that_no_run_reaches_is_not_taken_over(tmp_path):
+    CheckpointStore(Storage(str(tmp_path))).write(make(1))
+    path = tmp_path / "checkpoints/round-00000001/manifest.json"
+    manifest = {**json.loads(path.read_text()), "round": 2**62}
+    path.write_text(json.dumps({**manifest, "crc32": checksum_of(manifest)}))
+    store = CheckpointStore(Storage(str(tmp_path)), driver_epoch=2)
+    checkpoint, _ = store.read()
+    with pytest.raises(CheckpointError, match="would have a number that no run reaches"):
+        store.take_over(checkpoint)

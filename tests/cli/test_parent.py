@@ -138,6 +138,27 @@ def test_sigterm_and_sighup_end_a_command_that_still_starts_with_its_clean_up(na
     assert process.returncode == status
 
 
+def test_ctrl_c_while_a_command_is_imported_is_one_word_and_the_status_of_that_signal():
+    process = start("print('ready', flush=True)\ntime.sleep(60)")
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=BOUND_S) == ("", "interrupted\n")
+    assert process.returncode == 130
+
+
+def test_the_parent_sees_the_end_of_the_command_also_if_its_starter_had_blocked_that_signal():
+    block = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD}); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    process = start("return 3", sys.executable, "-c", block)
+    try:
+        process.communicate(timeout=BOUND_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 3
+
+
 def test_a_command_under_nohup_outlives_its_terminal():
     process = start(
         "print('ready', flush=True)\ntime.sleep(1)\nprint('done')\nreturn 0",

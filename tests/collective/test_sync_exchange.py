@@ -12,7 +12,7 @@ from processes import steady_growth
 from stores import StoreActor
 
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
-from raydl.collective.sync_exchange import GatheredExchange, SyncExchange
+from raydl.collective.sync_exchange import GatheredExchange, SyncExchange, gather_bytes
 from raydl.config import OptimizerConfig
 from raydl.core.center import Center
 from raydl.core.compression import ErrorFeedback, parse_codec
@@ -82,6 +82,17 @@ def test_threads_exchange(num_workers, size):
     for thread in threads:
         thread.join(timeout=30)
     check_rounds(results, size=size, num_rounds=4)
+
+
+def test_bytes_are_gathered_whole_also_if_float32_cannot_count_them():
+    group, sent = LocalGroup(2, timeout_s=20.0), [b"\x07" * (2**24 + 1), b"\x08"]
+
+    def gather(rank):
+        device = torch.device("cpu")
+        return gather_bytes(group.member(rank), rank, sent[rank], round=0, device=device)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(gathered == sent for gathered in threads.map(gather, range(2)))
 
 
 def test_a_rank_that_times_out_is_named_and_nothing_changes():

@@ -224,6 +224,13 @@ def test_a_setting_of_the_wrong_type_is_named(values, sentence):
     assert str(caught.value).startswith(sentence)
 
 
+@pytest.mark.parametrize("values", [{"x" * 10**6: 1}, {"method": "x" * 10**6}, ["x"] * 10**6])
+def test_huge_names_and_values_do_not_make_a_huge_sentence(values):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(TrainConfig, values)
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize(
     ("cls", "former", "now", "value"),
     [

@@ -1,10 +1,12 @@
 """Changes of a run's folder that somebody who may write it could make."""
 
+import contextlib
 import json
 import os
 import random
 import socket
 import struct
+import subprocess
 import zlib
 
 from tensorboard.compat.proto import event_pb2
@@ -58,6 +60,23 @@ def of_kinds(outside):
         "pipe": _pipe,
         "socket": _socket,
     }
+
+
+@contextlib.contextmanager
+def folders_in_each_other(path, depth):
+    """Put a folder at a path, with one in it, and so on; remove all of them at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    above = os.open(path.parent, os.O_RDONLY)
+    for name in [path.name, *["a"] * (depth - 1)]:
+        os.mkdir(name, dir_fd=above)
+        inner = os.open(name, os.O_RDONLY, dir_fd=above)
+        os.close(above)
+        above = inner
+    os.close(above)
+    try:
+        yield
+    finally:
+        subprocess.run(["rm", "-rf", path], check=True)  # shutil would not reach the last one
 
 
 def changed_json(text, rng):

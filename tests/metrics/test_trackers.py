@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import disks
 import numpy as np
 import pytest
 
@@ -82,6 +83,16 @@ def test_a_step_that_was_recorded_in_the_state_but_not_written_is_skipped(tmp_pa
 def test_a_damaged_state_is_replaced_by_a_new_one(tmp_path):
     (tmp_path / "tracker-jsonl.json").write_text('{"last_')
     assert State(tmp_path, "jsonl").last_step == -1
+
+
+def test_a_state_that_a_full_disk_refuses_leaves_no_file(tmp_path):
+    with disks.mounted(tmp_path / "disk", kib=64) as disk:
+        state = State(disk, "jsonl")
+        disks.fill(disk)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left on device"):
+                state.save()
+        assert [path.name for path in disk.iterdir()] == ["filled"]
 
 
 def test_texts_are_written_once_they_are_flushed_and_events_are_collected(tmp_path):

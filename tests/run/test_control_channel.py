@@ -434,6 +434,17 @@ def test_what_is_no_request_is_refused_and_does_not_hide_the_others(tmp_path, cl
     assert removed == ["w1"]
 
 
+def test_a_request_that_cannot_be_deleted_does_not_hold_up_the_answers_to_others(tmp_path, clock):
+    with crafted.folders_in_each_other(tmp_path / "requests" / "r1", 100):
+        (tmp_path / "requests" / "r1" / "request.json").write_text("no request")
+        channel = ControlChannel(Storage(str(tmp_path)), clock=clock)
+        with driver(channel, clock):
+            wait_for(lambda: channel.num_failures)  # to answer r1, which is tried again and again
+            write_request(tmp_path, "r2", driver=channel.driver)
+            assert wait_for(lambda: answer_to(tmp_path, "r2"))["ok"] is True
+        channel.close(replace(TRAINING, state="finished"))
+
+
 def test_requests_to_an_earlier_driver_are_refused(tmp_path, clock):
     write_request(tmp_path, "r1", driver="process 1 on a, 00000000")
     Storage(str(tmp_path)).write_bytes("requests/r2/request.json", b"[]")

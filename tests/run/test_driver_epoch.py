@@ -57,6 +57,21 @@ def test_a_run_without_records_continues_the_epochs_in_its_folder(tmp_path, name
     assert DriverEpoch.take_next(Storage(str(tmp_path)), ME).number == number
 
 
+@pytest.mark.parametrize(
+    "name", [f"{FOLDER}/{10**18 - 1}-0123abcd.json", f"checkpoints/round-00000001-e{10**18 - 1}"]
+)
+def test_an_epoch_that_no_run_reaches_is_refused_since_its_successor_would_not_be_seen(
+    tmp_path, name
+):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(OSError, match=f"a start of number {10**18 - 1}, which no run has"):
+        DriverEpoch.take_next(Storage(str(tmp_path)), ME)
+    problem = f"run.run_dir: {tmp_path} cannot be written: .*which no run has"
+    with pytest.raises(ConfigError, match=problem):
+        hold.held(Storage(str(tmp_path)), "run.run_dir").__enter__()
+
+
 def test_of_many_drivers_that_take_an_epoch_together_no_two_get_the_same(tmp_path):
     start, taken = threading.Barrier(8), []
 

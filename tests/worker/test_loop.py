@@ -13,7 +13,13 @@ from scenarios import FourSlopes, scenario_config
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.membership import Membership
 from raydl.data import ImageSet
-from raydl.errors import ConfigError, InfrastructureError, NonFiniteError, NonFiniteLossError
+from raydl.errors import (
+    CheckpointError,
+    ConfigError,
+    InfrastructureError,
+    NonFiniteError,
+    NonFiniteLossError,
+)
 from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Outcome, use_deterministic_kernels
 
@@ -211,6 +217,16 @@ def test_more_workers_than_samples_still_complete_the_epoch():
     ensemble = Ensemble(loop_config("sync-easgd", epochs=3), num_workers=3, images=few).join()
     assert ensemble.run() == [Outcome.FINISHED] * 3
     assert ensemble.newest.progress.num_samples == 6
+
+
+def test_only_an_error_about_a_worker_s_own_state_is_said_of_a_checkpoint():
+    ensemble = Ensemble(TrainConfig(), num_workers=1)
+    damaged = {"w0": {"replica": {}}}
+    with pytest.raises(CheckpointError, match="of worker w0: holds a state that cannot be loaded"):
+        ensemble.join(states=damaged)
+    short = dataclasses.replace(ensemble.first, weights=ensemble.first.weights[:-1])
+    with pytest.raises(RuntimeError, match="must match the size"):
+        Ensemble(TrainConfig(), num_workers=1).join(short)
 
 
 def test_kernels_whose_results_vary_are_refused(monkeypatch):
