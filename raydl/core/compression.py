@@ -332,6 +332,8 @@ def redistribute_residuals(
 ) -> dict[tuple[int, int], ErrorFeedback]:
     """Return codecs for other spans of the same parameters, with the same residuals.
 
+    Their r is the largest one, so that no message sends more of its residual than it would have.
+
     Args:
         feedback: codecs of one kind by span, at least one.
         spans: contiguous spans, [start, stop) each.
@@ -343,9 +345,10 @@ def redistribute_residuals(
     whole = next(iter(residuals.values())).new_zeros(spans[-1][1])
     for (start, stop), residual in residuals.items():
         whole[start:stop] = residual
+    scale = max(old._scale for old in feedback.values())
     redistributed = {span: ErrorFeedback(codec) for span in spans}
     for (start, stop), new in redistributed.items():
-        new.load_state_dict({"residual": whole[start:stop]})
+        new.load_state_dict({"residual": whole[start:stop], "scale": scale})
     return redistributed
 
 

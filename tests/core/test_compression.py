@@ -339,6 +339,17 @@ def test_residuals_are_redistributed_to_other_spans_of_the_same_parameters():
     assert redistribute_residuals(unused, [(0, 100), (100, 300)]) == {}
 
 
+def test_redistributed_residuals_of_a_worker_that_counts_more_are_sent_in_parts():
+    before = ErrorFeedback(BFloat16())
+    before.encode(vector(300))
+    before.commit(4.0)
+    after = redistribute_residuals({(0, 300): before}, [(0, 100), (100, 300)])
+    for (start, stop), feedback in after.items():
+        feedback.encode(torch.zeros(stop - start))
+        expected = before.residual[start:stop] / 4
+        torch.testing.assert_close(feedback.decoded, expected, rtol=0.01, atol=0)
+
+
 def test_a_state_of_another_length_is_refused():
     feedback = ErrorFeedback(Plain())
     feedback.load_state_dict({"residual": torch.zeros(4)})
