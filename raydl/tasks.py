@@ -272,7 +272,8 @@ def task_for(model: str | ModelFactory, shape: DataShape, *, label_smoothing: fl
                 f"must be 0 with {model}, got {label_smoothing}: the model computes its loss",
             )
         return HuggingFace(model)
-    kind = LanguageModel if len(shape.input_shape) == 1 else Classification
+    is_text = len(shape.input_shape) == 1 and not shape.is_numeric
+    kind = LanguageModel if is_text else Classification
     return kind(model, label_smoothing=label_smoothing)
 
 
@@ -361,7 +362,10 @@ def _named(model: str | ModelFactory) -> tuple[str, ModelFactory]:
 
 
 def _build(factory: ModelFactory, name: str, shape: DataShape) -> nn.Module:
-    models.require_fit(name, factory, shape.input_shape, data=str(shape))
+    known_shape = (
+        () if shape.is_numeric else shape.input_shape
+    )  # no model of the table takes numbers
+    models.require_fit(name, factory, known_shape, data=str(shape))
     _check_signature(factory, name)
     return factory(shape.input_shape, shape.num_classes)
 

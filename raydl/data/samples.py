@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raydl.data.ledger import split_evenly
 from raydl.data.order import Order, Shuffled
+from raydl.data.schema import Schema, size_text
 from raydl.errors import DataError, failure_of_machine
 
 Batch = Any
@@ -39,6 +40,9 @@ class DataShape:
     """Name or place in a batch of labels that ``raydl.data.target`` has found in the first samples;
     None: they have a usual name or place, or there are none."""
 
+    is_numeric: bool = False
+    """Whether a sample of one dimension holds numbers, not tokens."""
+
     @property
     def has_labelled_pictures(self) -> bool:
         """Whether a sample is a picture with a class."""
@@ -47,10 +51,12 @@ class DataShape:
     def __str__(self) -> str:
         if self.columns:
             return f"rows of {', '.join(self.columns)}"
-        size = "x".join(map(str, self.input_shape))
+        size = size_text(self.input_shape)
+        if self.is_numeric:
+            return f"vectors of {size} numbers"
         if len(self.input_shape) == 1:
             return f"texts of {size} tokens out of {self.num_classes}"
-        return f"{size} pictures of {self.num_classes} classes"
+        return f"{size} images of {self.num_classes} classes"
 
 
 class Samples(Protocol):
@@ -188,6 +194,10 @@ class Dataset:
     test: Samples
     source: str
     """Path, URI or name that the user gave."""
+    schema: Schema = field(default_factory=dict)
+    """What a sample holds; a run keeps it, and compares it at its resume. Empty: not known."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the log, as about files that were not read."""
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:

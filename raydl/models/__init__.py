@@ -220,7 +220,7 @@ def require_fit(
     row = MODELS.get(name)
     if row is None or row.build is not factory or len(row.made_for[0]) == len(input_shape):
         return
-    takes = "texts" if row.reads_texts else "pictures"
+    takes = "texts" if row.reads_texts else "images"
     fitting = [n for n, r in MODELS.items() if len(r.made_for[0]) == len(input_shape)]
     hint = f"choose {', '.join(fitting[:3])}" if fitting else "they need your own task"
     raise ShapeError(name, f"takes {takes}, but the data are {data}; {hint}")
