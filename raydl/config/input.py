@@ -29,6 +29,12 @@ class InputConfig:
     """Augmentations of training images, separated by commas: flip, crop, cutout; or none."""
     context: int = field(default=128, metadata={"flag": "context"})
     """Tokens in one sample of a text."""
+    vocabulary: str = ""
+    """Number of different tokens in token files, or the folder of the tokenizer that wrote them;
+    empty: the largest token and 1."""
+    index_dir: str = ""
+    """Folder for what is found once in large files and holds until they change: where the samples
+    of tar files lie, and the largest token; empty: .index beside the folder of the run."""
     on_bad_sample: str = field(default="stop", metadata={"flag": "on-bad-sample"})
     """Policy for a sample that cannot be read: stop the run and name the sample, or skip it and
     count it (not of arrays and texts)."""

@@ -1,4 +1,4 @@
-"""Layouts that are read whole: IDX (of MNIST), CIFAR-10's binary files, NumPy's .npz."""
+"""Layouts that are read whole: IDX (of MNIST), CIFAR's binary files, NumPy's .npz."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -21,12 +21,16 @@ from raydl.data.values import channels_first
 from raydl.errors import DataError
 
 _IDX_NAMES = ("{part}-images-idx3-ubyte", "{part}-images.idx3-ubyte")
-_CIFAR_ROW = 1 + 3 * 32 * 32
+_PIXELS = 3 * 32 * 32
+_CIFAR_10 = (("batches.meta.txt", 10),)
+_CIFAR_100 = (("coarse_label_names.txt", 20), ("fine_label_names.txt", 100))
+"""The file with the names of the classes, and their number, of each label before the pixels."""
 _NPZ_NAMES = (
     (("x_train", "y_train"), ("x_test", "y_test")),
+    (("train_images", "train_labels"), ("test_images", "test_labels")),
     (("images", "labels"),),
 )
-"""Names of the arrays of (images, labels) of train and test."""
+"""Names of the arrays of (images, labels) of train and test: Keras's, MedMNIST's, of one set."""
 
 
 class ImageArrays(Piece):
@@ -42,18 +46,24 @@ class ImageArrays(Piece):
         DataError: if there are no images, or more or fewer labels.
     """
 
+    is_in_memory = True
+
     def __init__(
         self, name: str, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] = ()
     ) -> None:
         if len(images) != len(labels):
             raise DataError(name, f"has {len(images)} images but {len(labels)} labels")
         self.name, self.num_rows = name, len(images)
-        self._arrays = {"image": images, "label": labels}
-        label = schema_of_arrays({"label": labels})["label"]
-        self.schema = {
-            "image": Feature("image", "uint8", images.shape[1:]),
-            "label": as_classes(label, class_names) if class_names else label,
-        }
+        self._arrays = {"image": images}
+        self.schema = {"image": Feature("image", "uint8", images.shape[1:])}
+        self.add_labels("label", labels, class_names)
+
+    def add_labels(self, name: str, labels: np.ndarray, class_names: Sequence[str]) -> None:
+        """Add a column of labels, integers, shape [N]."""
+        self._arrays[name] = labels
+        label = schema_of_arrays({name: labels})[name]
+        label = as_classes(label, class_names) if class_names else label
+        self.schema = {**self.schema, name: label}
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> Columns:
         """Return some of the images or labels."""
@@ -128,11 +138,13 @@ def _idx_array(file: Place, *, num_dims: int) -> np.ndarray:
 
 
 def find_cifar(found: Listing) -> Parts | None:
-    """Return the binary batches of each part of CIFAR-10, or None.
+    """Return the binary files of each part of CIFAR-10 or CIFAR-100, or None.
 
     Raises:
         DataError: if the test batch is missing.
     """
+    if _is_cifar_100(found):
+        return {"train": ["train.bin"], "test": ["test.bin"], "": [file for file, _ in _CIFAR_100]}
     batches = [path for path in found.files if re.fullmatch(r"data_batch_.*\.bin", path)]
     if not batches:
         return None
@@ -140,39 +152,57 @@ def find_cifar(found: Listing) -> Parts | None:
         raise DataError(
             (found.root / "test_batch.bin").name, "is missing beside the training batches"
         )
-    return {"train": batches, "test": ["test_batch.bin"], "": ["batches.meta.txt"]}
+    return {"train": batches, "test": ["test_batch.bin"], "": [file for file, _ in _CIFAR_10]}
+
+
+def _is_cifar_100(found: Listing) -> bool:
+    """Whether there are its two files, which may also hold tokens, and its names or whole rows."""
+    if not {"train.bin", "test.bin"} <= set(found.files):
+        return False
+    sizes = [place.info().size for place in found.places(["train.bin", "test.bin"])]
+    has_rows = all(size and size % (len(_CIFAR_100) + _PIXELS) == 0 for size in sizes)
+    return has_rows or _CIFAR_100[-1][0] in found.files
 
 
 def open_cifar(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, list[Piece]]:
-    """Return the images of CIFAR-10's batches; without names, classes are numbered.
+    """Return the images of CIFAR-10 or CIFAR-100; without names, classes are numbered.
+
+    The labels of CIFAR-100 are the fine ones; the column ``coarse_label`` has the others.
 
     Raises:
         DataError: if a file is empty or truncated.
     """
-    names = [str(number) for number in range(10)]
-    if "batches.meta.txt" in found.files:
-        names = (found.root / "batches.meta.txt").read().decode().split()
+    names = []
+    for file, count in _CIFAR_100 if parts["train"] == ["train.bin"] else _CIFAR_10:
+        is_there = file in found.files
+        numbers = [str(number) for number in range(count)]
+        names.append((found.root / file).read().decode().split() if is_there else numbers)
     return {
-        part: [_cifar_batch(place, names) for place in found.places(paths)]
+        part: [_cifar_file(place, names) for place in found.places(paths)]
         for part, paths in parts.items()
         if part
     }
 
 
-def _cifar_batch(file: Place, names: Sequence[str]) -> Piece:
-    data = file.read()
-    if not data or len(data) % _CIFAR_ROW:
+def _cifar_file(file: Place, names: Sequence[Sequence[str]]) -> Piece:
+    data, num_labels = file.read(), len(names)
+    if not data or len(data) % (num_labels + _PIXELS):
+        what = "label and" if num_labels == 1 else "two labels and"
         raise DataError(
             file.name,
-            f"must hold whole rows of {_CIFAR_ROW} bytes (label and 3x32x32 pixels), "
+            f"must hold whole rows of {num_labels + _PIXELS} bytes ({what} 3x32x32 pixels), "
             f"got {len(data)} bytes",
         )
-    rows = np.frombuffer(data, np.uint8).reshape(-1, _CIFAR_ROW)
-    return ImageArrays(file.name, rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0], names)
+    rows = np.frombuffer(data, np.uint8).reshape(-1, num_labels + _PIXELS)
+    images = rows[:, num_labels:].reshape(-1, 3, 32, 32)
+    piece = ImageArrays(file.name, images, rows[:, num_labels - 1], names[-1])
+    if num_labels > 1:
+        piece.add_labels("coarse_label", rows[:, 0], names[0])
+    return piece
 
 
 def open_npz(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, list[Piece]]:
-    """Return the images of an .npz file: of x_train, y_train, x_test, y_test, or images, labels.
+    """Return the images of an .npz file, by the names of its arrays.
 
     Raises:
         DataError: if it cannot be opened, lacks arrays, or has arrays of wrong shape or type.
@@ -190,10 +220,13 @@ def open_npz(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, l
         }
         names = next((n for n in _NPZ_NAMES if {x for pair in n for x in pair} <= set(members)), ())
         arrays = {x: _member(archive, members[x], x) for pair in names for x in pair}
+    if "val_images" in members:  # of MedMNIST
+        found.left_out["val_images"] = "of a second test set"
     if not names:
         raise DataError(
             file.name,
-            "must hold the arrays x_train, y_train, x_test and y_test, or images and labels, got "
+            "must hold the arrays x_train, y_train, x_test and y_test, those of MedMNIST "
+            "(train_images and so on), or images and labels, got "
             f"{', '.join(members) or 'none'}",
         )
     pairs = zip(("train", "test"), names, strict=False)
@@ -218,6 +251,20 @@ def read_array(content: IO[bytes], num_bytes: int, *, name: str = "it") -> np.nd
         OSError: it cannot be read.
         MemoryError: it is larger than the memory.
     """
+    read_header(content, num_bytes, name=name)
+    content.seek(0)
+    array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)
+    return array
+
+
+def read_header(
+    content: IO[bytes], num_bytes: int, *, name: str = "it"
+) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Return (shape, type, bytes before the first value) of an array in NumPy's format.
+
+    Raises:
+        ValueError: it is damaged, or has another size than its header says.
+    """
     major, minor = np.lib.format.read_magic(content)
     if major > 2:  # for names of fields that are not Latin: no pixels, labels or tokens
         raise ValueError(f"{name} is in version {major}.{minor} of NumPy's format")
@@ -228,13 +275,14 @@ def read_array(content: IO[bytes], num_bytes: int, *, name: str = "it") -> np.nd
     expected, found = math.prod(shape) * dtype.itemsize, num_bytes - content.tell()
     if min(shape, default=0) < 0 or (expected != found and not dtype.hasobject):
         raise ValueError(f"{name} must have {expected:,} bytes by its header, got {found:,}")
-    content.seek(0)
-    array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)
-    return array
+    return shape, dtype, content.tell()
 
 
 def _npz_images(file: Place, arrays: Mapping[str, np.ndarray], x: str, y: str) -> Piece:
-    pixels, labels = arrays[x], arrays[y].reshape(-1)
+    pixels, labels = arrays[x], arrays[y]
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        raise DataError(file.name, f"{y} has {labels.shape[1]} labels for an image; keep one")
+    labels = labels.reshape(-1)
     if pixels.dtype != np.uint8:
         raise DataError(file.name, f"{x} must be uint8 pixels (0 to 255), got {pixels.dtype}")
     if not np.issubdtype(labels.dtype, np.integer):

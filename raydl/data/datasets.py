@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from raydl.config import InputConfig
-from raydl.data.arrays import ImageArrays
 from raydl.data.images import ImageSet
 from raydl.data.part import Part, Streamed, with_shapes
 from raydl.data.pieces import Piece
@@ -18,7 +17,6 @@ from raydl.data.samples import Dataset, Samples
 from raydl.data.schema import Feature, Schema, as_classes, columns_of, compare
 from raydl.data.sources import Source, open_source
 from raydl.data.table import TableSet
-from raydl.data.text import load_text
 from raydl.data.values import Decoder
 from raydl.errors import DataError
 
@@ -42,8 +40,9 @@ def load(
     Args:
         source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of
             Parquet files (file, glob or folder), a folder of ``datasets.save_to_disk``, an IDX
-            folder, CIFAR-10's binary folder, an .npz file, a folder of class folders, or a text
-            (.txt, .md, .npy with tokens, or ``text:PATH`` for any other name).
+            folder, CIFAR's binary folder, an .npz file, a folder of class folders, or a text
+            (.txt, .md, or ``text:PATH`` for any other name), token files (.bin, .npy), or tar
+            files.
         seed: seed of the split and of synthetic data.
         input: settings of the input.
         like: what a sample must be, for a model that was trained on such samples: classes get the
@@ -54,8 +53,6 @@ def load(
         UnknownNameError: if a bare word is neither a path nor a bundled set.
     """
     found = open_source(source, input=input, seed=seed)
-    if found.kind == "text":
-        return load_text(found.name, context=input.context, like=like)
     return describe(found, input=input, like=like).dataset(seed=seed, input=input)
 
 
@@ -76,10 +73,12 @@ class Described:
     @property
     def can_be_streamed(self) -> bool:
         """Whether samples can be read when they are needed; arrays are in memory already."""
-        return not isinstance(self.train.pieces[0], ImageArrays)
+        return not self.train.pieces[0].is_in_memory
 
     def streams(self, input: InputConfig) -> bool:
         """Whether a run reads samples when they are needed."""
+        if self.train.has_tokens:  # which are cut into samples when they are needed
+            return True
         return self.can_be_streamed and input.streams(lambda: self.train.decoded_bytes)
 
     def shaped(self, *, skips: bool) -> Described:

@@ -28,19 +28,30 @@ class Place:
         return Place(self.filesystem, path, below(self.name, child))
 
     @property
+    def parent(self) -> Place:
+        """The folder that has it."""
+        name = parent_and_name(self.name)[0] or "."
+        return Place(self.filesystem, posixpath.dirname(self.path) or ".", name)
+
+    @property
     def basename(self) -> str:
         """Last part of the path."""
         return posixpath.basename(self.path.rstrip("/"))
 
     def is_file(self) -> bool:
         """Whether the file exists."""
-        return bool(self._info().type == fs.FileType.File)
+        return bool(self.info().type == fs.FileType.File)
 
     def is_dir(self) -> bool:
         """Whether the folder exists."""
-        return bool(self._info().type == fs.FileType.Directory)
+        return bool(self.info().type == fs.FileType.Directory)
 
-    def _info(self) -> fs.FileInfo:
+    def info(self) -> fs.FileInfo:
+        """Return its kind, its size and the time of its last change.
+
+        Raises:
+            DataError: if its file system cannot be reached.
+        """
         try:
             return self.filesystem.get_file_info(self.path)
         except Exception as error:  # of a file system in Python, as that of hf://, any error

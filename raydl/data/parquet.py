@@ -34,6 +34,7 @@ class ParquetFile(Piece):
 
     def __init__(self, place: Place, input: InputConfig | None = None) -> None:
         self.place, self.name, self._key = place, place.name, object()
+        self.folder = place.parent
         with reading(self.name, "is not a whole Parquet file"), self._opened() as stream:
             footer = self._footer(stream)
             self.arrow_schema = footer.schema.to_arrow_schema()

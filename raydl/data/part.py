@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from raydl.data.order import InBlocks, Shuffled
+from raydl.data.paths import with_files
 from raydl.data.pieces import Columns, Piece
 from raydl.data.row_groups import GroupCache
 from raydl.data.samples import Batch, DataShape, check_readable
@@ -71,6 +72,11 @@ class Part:
         """Whether a sample is an image with its class; otherwise it is a row of a table."""
         return "image" in self.schema and self.schema["image"].kind == "image"
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a sample is a sequence of tokens, with the token after it."""
+        return "tokens" in self.schema and self.schema["tokens"].kind == "tokens"
+
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """(Piece, group) of each group."""
@@ -100,6 +106,9 @@ class Part:
         if self.has_images:
             names = self.schema["label"].names
             return DataShape(self._shape_of("image"), len(names), names)
+        if self.has_tokens:
+            tokens = self.schema["tokens"]
+            return DataShape((self._shape_of("tokens")[0] - 1,), tokens.vocabulary)
         columns = {name: self._shape_of(name) for name in self.schema}
         return DataShape((), 0, columns=columns)
 
@@ -184,7 +193,7 @@ class Part:
             stored = self.columns[name]
             try:
                 if feature.kind == "image":
-                    ready[name] = images_of(columns[stored])
+                    ready[name] = images_of(with_files(columns[stored], self.pieces[number].folder))
                     continue
                 # In a table -1 or -100 may stand for no class: its loss knows.
                 checked = feature if self.has_images else replace(feature, names=())
@@ -258,7 +267,10 @@ def _with_shapes_of(part: Part, ready: Ready, row: int) -> tuple[Part, str]:
     for name, feature in schema.items():
         if feature.kind == "image":
             images = ready.columns[name]
-            pixels = decoder.decode(image_at(images, row))
+            image = image_at(images, row)
+            if isinstance(image, Exception):
+                raise part.error(row, image)
+            pixels = decoder.decode(image)
             decoder = replace(decoder, mode="L" if len(pixels) == 1 else "RGB")
             schema[name] = replace(feature, shape=pixels.shape)
             note = "" if part.decoder.mode else _note_on_modes(images, decoder.mode)
@@ -290,8 +302,6 @@ class Streamed:
         skips: leave out samples that cannot be read, instead of ending the run.
     """
 
-    is_streamed = True
-
     def __init__(
         self, part: Part, *, shuffle_samples: int, num_threads: int, skips: bool = False
     ) -> None:
@@ -309,12 +319,18 @@ class Streamed:
         if self.part.has_images and decodes_in_threads(self.shape.input_shape):
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode")
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether samples are read ahead; not if they are in memory, as those of a text."""
+        return not self.part.pieces[0].is_in_memory
+
     def order(self, seed: int) -> InBlocks | Shuffled:
         """Return the order of the samples in each epoch: blocks of groups, or all samples."""
         size = self._shuffle_samples
         if self.part.is_grouped:
             return InBlocks(self.part.sizes, seed, block_samples=size)
-        return Shuffled(self.num_samples, seed, block_samples=size)
+        has_blocks = not self.part.has_tokens
+        return Shuffled(self.num_samples, seed, block_samples=size if has_blocks else None)
 
     def prefetch(self, rows: np.ndarray) -> None:
         """Start to read the groups of these samples."""
@@ -357,8 +373,13 @@ class Streamed:
             good = np.setdiff1d(np.arange(len(rows)), list(bad))
             values, rows = {name: array[good] for name, array in values.items()}, rows[good]
         tensors = {name: torch.from_numpy(array) for name, array in values.items()}
-        batch = tuple(tensors.values()) if self.part.has_images else tensors
-        return batch, rows, [str(error) for error in errors] if bad else []
+        return self._batch_of(tensors), rows, [str(error) for error in errors] if bad else []
+
+    def _batch_of(self, tensors: dict[str, torch.Tensor]) -> Batch:
+        if self.part.has_tokens:
+            tokens = tensors["tokens"]
+            return tokens[:, :-1], tokens[:, 1:]
+        return tuple(tensors.values()) if self.part.has_images else tensors
 
     def values(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], Bad]:
         """Return samples by column, and what is wrong with which, by their places in ``rows``."""

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raydl.data.files import Place
 from raydl.data.schema import Schema
 from raydl.errors import DataError, in_one_line
 
@@ -43,6 +44,11 @@ class Piece(Protocol):
     """Samples of each group that is read as a whole, in order, each 1 or more; () if any samples
     can be read alone at little cost. It decides how the set is shuffled when it is streamed: in
     blocks of groups, or all samples."""
+
+    folder: Place | None = None
+    """Folder below which images lie of which it has only the paths; None: it has no such images."""
+    is_in_memory: bool = False
+    """Whether all samples are in memory already."""
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> Columns:
         """Return some columns of some samples; only without groups.
@@ -99,8 +105,11 @@ class Piece(Protocol):
         groups: Iterator[Columns] = (self.read_group(n, [name]) for n in range(len(self.groups)))
         for columns in groups if self.groups else self.batches([name], self.num_rows):
             values = columns[name]
-            is_arrow = isinstance(values, (pa.Array, pa.ChunkedArray))
-            found.update(pc.unique(values).to_pylist() if is_arrow else np.unique(values).tolist())
+            if isinstance(values, (pa.Array, pa.ChunkedArray)):
+                values = pc.unique(values).to_pylist()
+            elif isinstance(values, np.ndarray):
+                values = np.unique(values).tolist()
+            found.update(value for value in values if not isinstance(value, Exception))
         return found
 
 

@@ -109,7 +109,7 @@ class ArrowFile(Piece):
     """
 
     def __init__(self, place: Place, names: Sequence[str] = ()) -> None:
-        self.place, self.name = place, place.name
+        self.place, self.name, self.folder = place, place.name, place.parent
         with reading(self.name, "is not a whole Arrow file"), _opened(place) as stream:
             reader = pa.ipc.open_stream(stream)
             schema = schema_of(reader.schema)

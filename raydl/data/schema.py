@@ -52,7 +52,8 @@ class Feature:
         if self.kind in ("image", "text"):
             return f"{self.kind}s"
         if self.kind == "tokens":
-            return f"{size_text(self.shape)} tokens of {self.vocabulary}"
+            context = (self.shape[0] or 0) - 1
+            return f"{context} tokens and the next one, of {self.vocabulary}"
         if self.kind == "class":
             return f"the classes {_listed(self.names)}" if self.names else "classes without names"
         return f"vectors of {size_text(self.shape)} {self.dtype}" if self.shape else self.dtype
@@ -107,11 +108,17 @@ def _feature(name: str, type: pa.DataType, hub: Mapping[str, Any]) -> Feature:
 
 
 def _is_image(name: str, type: pa.DataType) -> bool:
-    """Whether a column without metadata holds images: bytes of that name, or files as structs."""
+    """Whether a column without metadata holds images: of that name, or files as structs."""
     if pa.types.is_struct(type):
         return bool(type.get_field_index("bytes") >= 0)
-    is_encoded = pa.types.is_binary(type) or pa.types.is_large_binary(type)
-    return name in IMAGE_NAMES and (is_encoded or isinstance(type, pa.BaseExtensionType))
+    is_any = (
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_string,
+        pa.types.is_large_string,
+    )
+    is_file = any(is_it(type) for is_it in is_any)  # encoded, or a path
+    return name in IMAGE_NAMES and (is_file or isinstance(type, pa.BaseExtensionType))
 
 
 def _shape_and_type(type: pa.DataType) -> tuple[tuple[int | None, ...], pa.DataType]:

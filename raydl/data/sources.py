@@ -19,7 +19,9 @@ from raydl.data.listing import Listing, Parts, list_folder, parts_by_name
 from raydl.data.parquet import ParquetFile
 from raydl.data.pieces import Piece
 from raydl.data.saved_dataset import find_saved, open_saved
-from raydl.data.text import TEXT_ENDINGS
+from raydl.data.tar import Tar
+from raydl.data.text import TEXT_ENDINGS, open_text
+from raydl.data.token_files import TOKEN_ENDINGS, find_tokens, open_tokens
 from raydl.errors import DataError, UnknownNameError
 from raydl.storage import parent_and_name
 
@@ -80,9 +82,11 @@ KINDS = (
     Kind("parquet", "Parquet", (".parquet",), each(ParquetFile)),
     Kind("saved", "saved by datasets.save_to_disk", (), open_saved, find_saved),
     Kind("idx", "IDX", (), open_idx, find_idx),
-    Kind("cifar", "CIFAR-10's binary files", (), open_cifar, find_cifar),
+    Kind("cifar", "CIFAR's binary files", (), open_cifar, find_cifar),
     Kind("npz", "NumPy's .npz", (".npz",), open_npz, lambda found: None),
     Kind("folders", "a folder per class", (), open_image_files, find_image_files),
+    Kind("tar", "tar files of WebDataset", (".tar", ".tar.gz", ".tgz"), each(Tar)),
+    Kind("tokens", "token files", TOKEN_ENDINGS, open_tokens, find_tokens),
 )
 """In the order in which they are tried."""
 
@@ -96,7 +100,7 @@ class Source:
     kind: str
     """That of ``KINDS``; text; or synthetic."""
     pieces: Mapping[str, Sequence[Piece]]
-    """Pieces of train and, if there is one, of test; none of a text."""
+    """Pieces of train and, if there is one, of test."""
     problems: tuple[DataError, ...] = ()
     """What refuses a run."""
     notes: tuple[str, ...] = ()
@@ -114,7 +118,8 @@ def open_source(source: str, *, input: InputConfig, seed: int = 0) -> Source:
     if source.split(":")[0] == "synthetic":
         return Source(source, "synthetic", _synthetic(source, seed=seed))
     if source.startswith("text:") or source.endswith(TEXT_ENDINGS):
-        return Source(source.removeprefix("text:"), "text", {})
+        source = source.removeprefix("text:")
+        return Source(source, "text", open_text(source, input))
     is_bundled = source == "digits" and not Path(source).exists()
     found = _listing(str(Path(__file__).parent / "digits") if is_bundled else source)
     for kind in KINDS:
@@ -168,7 +173,7 @@ def _unknown(found: Listing) -> DataError:
     if found.is_explicit:
         return DataError(
             found.name,
-            f"a single file must be {', '.join(endings)}, or for a text .txt, .md, .npy or "
+            f"a single file must be {', '.join(endings)}, or for a text .txt, .md or "
             f"text:PATH; otherwise give the folder",
         )
     found.keep({})
@@ -178,7 +183,7 @@ def _unknown(found: Listing) -> DataError:
     return DataError(
         found.name,
         f"holds no data set: train-*.parquet, files of datasets.save_to_disk, IDX files, "
-        f"data_batch_*.bin, or folders of images named by class{seen}",
+        f"data_batch_*.bin, tar files, token files, or folders of images named by class{seen}",
     )
 
 

@@ -16,7 +16,7 @@ from raydl.data import Batches, Dataset, Normalizer, load, preparation_for
 from raydl.data.generators import callers_generators_kept
 from raydl.data.schema import Schema
 from raydl.errors import DataError, UntrustedCodeError
-from raydl.run.folder import RunFolder, open_run
+from raydl.run.folder import RunFolder, open_run, with_index_dir
 from raydl.storage import below
 from raydl.tasks import build_model, shape_for, task_on
 from raydl.worker.evaluator import score
@@ -104,8 +104,10 @@ def _test_data(
     folder: RunFolder, config: TrainConfig, data: str | None, schema: Schema | None
 ) -> Dataset:
     source, seed = data or config.data, config.training.seed
+    is_local = "://" not in folder.root
+    input = with_index_dir(config.input, folder.root) if is_local else config.input
     try:
-        return load(source, seed=seed, input=config.input, like=schema)
+        return load(source, seed=seed, input=input, like=schema)
     except DataError as error:
         if data or "data" not in folder.redacted_settings():
             raise

@@ -26,12 +26,13 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
 from raydl.checkpoint.figures import read_figures
-from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
+from raydl.config import InputConfig, RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.config.typed import Count, typed
 from raydl.data.schema import Schema, from_json, to_json
@@ -97,6 +98,11 @@ def read_config_file(storage: Storage) -> ConfigFile:
     if not isinstance(values, dict) or not {"config", "versions"} <= values.keys():
         raise DataError(storage.root, "no run is there: its config.json is not of raydl")
     return typed(ConfigFile, values)
+
+
+def with_index_dir(input: InputConfig, folder: str) -> InputConfig:
+    """Return settings by which indexes of large files are kept beside the local folder of a run."""
+    return replace(input, index_dir=input.index_dir or str(Path(folder).parent / ".index"))
 
 
 class RunFolder:

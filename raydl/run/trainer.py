@@ -36,6 +36,7 @@ from raydl.config import (
     to_dict,
 )
 from raydl.config.custom_code import hugging_face_folder
+from raydl.config.run import RUNS
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
 from raydl.core.custom_rule import as_method
@@ -70,7 +71,7 @@ from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact_values
 from raydl.run.control_channel import ControlChannel
 from raydl.run.driver_epoch import DriverEpoch
-from raydl.run.folder import RunFolder
+from raydl.run.folder import RunFolder, with_index_dir
 from raydl.run.local_worker_group import LocalWorkerGroup
 from raydl.run.preflight import PreflightResult, try_model
 from raydl.run.progress_reporter import make_reporter
@@ -431,7 +432,8 @@ class Trainer:
             return self.data
         seed = self.config.training.seed
         if isinstance(self.data, str):
-            return load(self.data, seed=seed, input=self.config.input)
+            folder = self.config.run.folder or f"{RUNS}/new"
+            return load(self.data, seed=seed, input=with_index_dir(self.config.input, folder))
         if all(map(holds_images, parts)):
             return from_hub(self.data, seed=seed, input=self.config.input)
         if all(map(is_map_style, parts)):

@@ -167,7 +167,7 @@ def read_parts(source: str, *, seed: int) -> dict[str, Rows]:
         DataError: if the source cannot be read or is a text.
     """
     found = open_source(source, input=InputConfig(), seed=seed)
-    if found.kind == "text":
+    if found.kind in ("text", "tokens"):
         raise DataError(source, "is a text; only images and tables can be converted to Parquet")
     described = describe(found, input=InputConfig())
     for problem in described.problems:

@@ -11,7 +11,7 @@ from raydl.data.datasets import Described, describe
 from raydl.data.image_files import ImageFiles
 from raydl.data.part import Part
 from raydl.data.sources import open_source
-from raydl.data.text import TokenSet, load_text
+from raydl.data.tokens import Tokens
 from raydl.data.values import convert
 
 _LARGE_GROUP_BYTES = 64 << 20
@@ -58,7 +58,7 @@ class SourceInfo:
 
     source: str
     kind: str
-    """parquet, saved, folders, idx, cifar, npz, text or synthetic."""
+    """That of ``raydl.data.sources.KINDS``; text; or synthetic."""
     holds: str
     """images, table or text."""
     parts: tuple[PartInfo, ...]
@@ -92,9 +92,7 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
         DataError: if the source cannot be read, or is nothing that a run could begin with.
     """
     config = input or InputConfig()
-    found = open_source(source, input=config)
-    if found.kind == "text":
-        return _of_text(found.name, source)
+    found = open_source(source, input=replace(config, context=1))  # however short a text is
     described = describe(found, input=config).shaped(skips=True)
     parts = {"train": described.train, "test": described.test}
     info = SourceInfo(
@@ -106,28 +104,28 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
         decoded_bytes=sum(part.decoded_bytes for part in parts.values() if part is not None),
         is_streamed=described.streams(config),
     )
-    info = _with_images(info, described) if described.train.has_images else _with_columns(
-        info, described.train, config
-    )  # fmt: skip
+    if described.train.has_tokens:
+        info = _with_tokens(info, described)
+    elif described.train.has_images:
+        info = _with_images(info, described)
+    else:
+        info = _with_columns(info, described.train, config)
     return replace(info, warnings=_warnings(info, described, config))
 
 
-def _of_text(name: str, source: str) -> SourceInfo:
-    data = load_text(name, context=1)
-    train, test = (part for part in (data.train, data.test) if isinstance(part, TokenSet))
-    return SourceInfo(
-        source=source,
-        kind="text",
+def _with_tokens(info: SourceInfo, described: Described) -> SourceInfo:
+    pieces = [part.pieces[0] for part in (described.train, described.test) if part is not None]
+    tokens = [piece for piece in pieces if isinstance(piece, Tokens)]
+    parts = zip(info.parts, tokens, strict=True)
+    return replace(
+        info,
         holds="text",
-        parts=(
-            PartInfo(name="train", num_rows=len(train.tokens)),
-            PartInfo(name="test", num_rows=len(test.tokens)),
-        ),
-        has_test=False,
-        num_tokens=len(train.tokens) + len(test.tokens),
-        vocabulary=train.vocabulary,
-        decoded_bytes=train.tokens.nbytes + test.tokens.nbytes,
-        is_streamed=False,
+        parts=tuple(replace(p, num_rows=t.num_tokens, files=t.file_names) for p, t in parts),
+        has_test=tokens[1].start == 0,  # otherwise it is the end of the files
+        num_tokens=sum(t.num_tokens for t in tokens),
+        vocabulary=described.train.shape.num_classes,
+        decoded_bytes=sum(t.num_bytes for t in tokens),
+        is_streamed=not tokens[0].is_in_memory,
     )
 
 
@@ -203,7 +201,11 @@ def _warnings(info: SourceInfo, described: Described, config: InputConfig) -> tu
                 f"({_CONVERT} --shuffle does it for class folders and arrays)"
             )
     warnings += _empty_classes(info)
-    if not described.can_be_streamed and info.decoded_bytes > config.max_memory_bytes:
+    if (
+        not described.can_be_streamed
+        and info.holds != "text"
+        and info.decoded_bytes > config.max_memory_bytes
+    ):
         warnings.append(
             f"takes {bytes_text(info.decoded_bytes)} decoded, more than input.max_memory_bytes, "
             f"and arrays cannot be streamed; convert it with {_CONVERT}"

@@ -276,7 +276,7 @@ def broken(tmp_path, case):
         ("npz of floats", "images must be uint8 pixels .* got float64"),
         ("npz without arrays", "must hold the arrays x_train, .* got a"),
         ("npz broken", "is not a whole .npz file"),
-        ("unknown file", "a single file must be .npz, .parquet"),
+        ("unknown file", "a single file must be .bin, .npy, .npz, .parquet"),
         ("glob without match", "no file matches"),
         ("synthetic misspelt", "must be written synthetic or synthetic:N"),
     ],

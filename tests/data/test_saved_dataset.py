@@ -152,7 +152,8 @@ def two_pictures():
         (two_pictures(), {"mask": {"_type": "Image"}}, "",
          r"several columns of images, image, mask; name one, and the labels, in input\.columns"),
         (picture_columns(20), {}, "image,digit", "must have a column digit, got image, label"),
-        ({"image": ["x"] * 9, "label": [0] * 9}, {}, "", "must hold encoded images, got string"),
+        ({"image": [1] * 9, "label": [0] * 9}, {}, "", "must hold encoded images, got int64"),
+        ({"image": ["x"] * 9, "label": [0] * 9}, {}, "", "set/x: cannot be read"),
         ({"x": []}, {}, "", "holds no rows"),
     ],
 )  # fmt: skip

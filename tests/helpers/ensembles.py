@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydl.config import TrainConfig
+from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.center import Snapshot, first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
@@ -186,3 +186,23 @@ class Ensemble:
     @property
     def newest(self) -> Snapshot:
         return self.published[max(self.published)]
+
+
+def rows_trained(samples: Samples, method: str, *, task: Any, num_workers: int = 3) -> list[Any]:
+    """Return the (epoch, row) of each sample that workers train on in two epochs, sorted."""
+    config = TrainConfig(
+        method=MethodConfig(name=method, period=2),
+        training=TrainingConfig(epochs=2, batch_size=3),
+        optimizer=OptimizerConfig(lr=0.01),
+    )
+    seen = []
+
+    def prepare(batch: Any, rows: np.ndarray, epoch: int) -> Any:
+        seen.extend((epoch, row) for row in rows.tolist())
+        inputs, targets = batch
+        return inputs.float() if inputs.ndim == 4 else inputs, targets
+
+    ensemble = Ensemble(config, num_workers=num_workers, images=samples, task=task)
+    ensemble.batches.prepare = prepare
+    ensemble.join().run()
+    return sorted(seen)

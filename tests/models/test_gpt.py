@@ -5,12 +5,12 @@ import pytest
 import torch
 from ensembles import Ensemble
 from safetensors.torch import load, save
+from token_sets import token_samples
 from torch import nn
 from torch.nn import functional
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.flat import FlatModel
-from raydl.data.text import TokenSet
 from raydl.errors import ShapeError
 from raydl.models import GPT, MODELS
 from raydl.tasks import LanguageModel
@@ -110,7 +110,7 @@ def test_heads_that_do_not_divide_the_width_are_refused_in_a_sentence():
 def test_a_step_on_flat_tensors_is_that_of_plain_pytorch():
     plain, model = untrained(), untrained()
     flat = FlatModel(model)
-    batch = TokenSet(TEXT, 8, 256).fetch(np.arange(4))
+    batch = token_samples(TEXT, 8, 256).fetch(np.arange(4))
     for one in (plain, model):
         LanguageModel().loss(one, batch).backward()
     torch.testing.assert_close(
@@ -127,7 +127,7 @@ def train_two_workers(method, **training):
         training=TrainingConfig(batch_size=8, **training),
         optimizer=OptimizerConfig(lr=0.3, momentum=0.9),
     )
-    text = TokenSet(TEXT, 8, 256)
+    text = token_samples(TEXT, 8, 256)
     ensemble = Ensemble(config, num_workers=2, images=text, task=LanguageModel(tiny))
     ensemble.join().run()
     return ensemble
@@ -141,7 +141,7 @@ def loss_of(weights):
     plain.load_state_dict(state, strict=True)
     assert plain.lm_head.weight is plain.wte.weight
     with torch.no_grad():
-        inputs, following = TokenSet(TEXT, 8, 256).fetch(np.arange(60))
+        inputs, following = token_samples(TEXT, 8, 256).fetch(np.arange(60))
         return functional.cross_entropy(plain(inputs).flatten(0, 1), following.flatten()).item()
 
 
@@ -164,5 +164,5 @@ def test_a_saved_center_has_both_names_of_the_tied_weights_and_can_be_loaded():
 
 def test_a_custom_model_can_replace_gpt():
     model = LanguageModel(lambda shape, vocabulary: nn.Embedding(vocabulary, vocabulary))
-    tokens = TokenSet(TEXT, 8, 256)
+    tokens = token_samples(TEXT, 8, 256)
     assert model.loss(model.build_model(tokens.shape), tokens.fetch(np.arange(2))).shape == ()
