@@ -101,6 +101,8 @@ __all__ = [
 ]
 
 
+_SUBMODULES = {"data": "raydl.data", "tune": "raydl.tools.trials"}
+"""Modules that are used by their names: ``raydl.data.load``, ``raydl.tune.trainable``."""
 _EXTRAS = {"LightningCallback": "lightning", "attach_trainer": "transformers"}
 """By further name, a library that is not installed with raydl; an extra has the same name."""
 
@@ -111,8 +113,8 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: if the name needs a library that is not installed.
     """
-    if name == "tune":  # raydl.tune.trainable
-        return import_module("raydl.tools.trials")
+    if name in _SUBMODULES:
+        return import_module(_SUBMODULES[name])
     if name not in _MODULES:
         raise AttributeError(f"module 'raydl' has no attribute {name!r}")
     try:

@@ -24,8 +24,7 @@ from repository import HELPERS, ROOT
 from tyro._parsers import ParserSpecification
 
 from raydl.data import ImageSet
-from raydl.data import images as pictures
-from raydl.data.images import decode_one
+from raydl.data.values import Decoder
 from raydl.ray_backend import fork_server, session
 from raydl.run.recorder import RunRecorder
 
@@ -148,23 +147,26 @@ def no_chart_at_the_end(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         monkeypatch.setattr(RunRecorder, "_draw_time_parts", lambda self: None)
 
 
-_decoded: dict[tuple[bytes, str], np.ndarray] = {}
+_decoded: dict[tuple[Decoder, object], np.ndarray] = {}
+_decode = Decoder.decode
 
 
-def decode_once(data: bytes, row: int | None, *, mode: str, source: str) -> np.ndarray:
-    """Return a picture as ``decode_one`` does, from memory if it was decoded before."""
-    picture = _decoded.get((data, mode))
-    if picture is None:
-        picture = decode_one(data, row, mode=mode, source=source)
+def decode_once(decoder: Decoder, data: object) -> np.ndarray:
+    """Return an image as ``Decoder.decode`` does, from memory if it was decoded before."""
+    if not isinstance(data, bytes):
+        return _decode(decoder, data)
+    image = _decoded.get((decoder, data))
+    if image is None:
+        image = _decode(decoder, data)
         if len(_decoded) < 4000:  # tests measure the memory of this process
-            _decoded[data, mode] = picture
-    return picture
+            _decoded[decoder, data] = image
+    return image
 
 
 @pytest.fixture(scope="session", autouse=True)
-def pictures_decoded_once(monkeypatch_session: pytest.MonkeyPatch) -> None:
+def images_decoded_once(monkeypatch_session: pytest.MonkeyPatch) -> None:
     """Decode each of the bundled digits once: that was half of the time of a short run."""
-    monkeypatch_session.setattr(pictures, "decode_one", decode_once)
+    monkeypatch_session.setattr(Decoder, "decode", decode_once)
 
 
 @pytest.fixture(scope="session", autouse=True)

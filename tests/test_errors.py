@@ -21,7 +21,7 @@ EXAMPLES = [
     errors.UnknownNameError("model", "lnet", ("lenet", "mlp")),
     errors.DataError("a/b.parquet", "holds no rows"),
     errors.UntrustedCodeError("runs/x/config.json", (("model", "nets:small"),)),
-    errors.ShapeError("lenet", "needs pictures of 4x4 or more, got 2x2"),
+    errors.ShapeError("lenet", "needs images of 4x4 or more, got 2x2"),
     errors.ClusterError("10.0.0.1:6379", "does not answer"),
     errors.ResourceError("2 workers do not fit"),
     errors.CheckpointError("runs/x", "there is none"),

@@ -45,7 +45,7 @@ class _ConvertOptions:
     rows_per_file: int = 50_000
     """Rows of each file but the last."""
     shuffle: Flag = False
-    """Write pictures of class folders and arrays in random order (not of Parquet or saved sets)."""
+    """Write images of class folders and arrays in random order (not of Parquet or saved sets)."""
     seed: int = 0
     """Seed of the random order and of synthetic data."""
 
@@ -74,7 +74,7 @@ def info(arguments: Sequence[str]) -> int:
 
 
 def convert(arguments: Sequence[str]) -> int:
-    """Convert pictures or a table to Parquet in the layout of the Hugging Face hub."""
+    """Convert images or a table to Parquet in the layout of the Hugging Face hub."""
     options = parse(
         _ConvertOptions, arguments, prog="raydl data convert", description=convert.__doc__
     )
@@ -137,21 +137,17 @@ class _PlainLines:
 
 
 def _print_info(info: SourceInfo) -> None:
+    from raydl.data.sources import KINDS
     from raydl.tools.data_info import bytes_text
 
-    kinds = {
-        "folders": "a folder per class",
-        "idx": "IDX",
-        "cifar": "CIFAR-10's binary files",
-        "saved": "saved by datasets.save_to_disk",
-    }
+    kinds = {kind.name: kind.title for kind in KINDS}
     print_lines(f"{info.source}: {info.holds} ({kinds.get(info.kind, info.kind)})")
     if info.holds == "text":
         print(f"{info.num_tokens:,} tokens, a vocabulary of {info.vocabulary:,}")
-    if info.picture_shape:
-        _, height, width = info.picture_shape
+    if info.image_shape:
+        _, height, width = info.image_shape
         size = f"{height}x{width} {info.mode} (height x width)"
-        print_lines(f"pictures of {size}, by the first picture; {len(info.class_names)} classes")
+        print_lines(f"images of {size}, by the first one; {len(info.class_names)} classes")
     print()
     _print_parts(info.parts, unit="tokens" if info.holds == "text" else "rows")
     if not info.has_test and info.holds != "text":

@@ -12,7 +12,10 @@ STREAMS = ("auto", "always", "never")
 """Policies for streaming a set instead of reading it at the start."""
 
 AUGMENTATIONS = ("flip", "crop", "cutout")
-"""Augmentations of training pictures."""
+"""Augmentations of training images."""
+
+MODES = ("L", "RGB")
+"""Modes of images: grayscale and color."""
 
 NULLS = ("refuse", "drop")
 """Policies for a row of a table in a text file that lacks a value."""
@@ -26,15 +29,23 @@ class InputConfig:
     """Reading samples and augmenting batches."""
 
     augment: str = field(default="none", metadata={"flag": "augment"})
-    """Augmentations of training pictures, separated by commas: flip, crop, cutout; or none."""
+    """Augmentations of training images, separated by commas: flip, crop, cutout; or none."""
     context: int = field(default=128, metadata={"flag": "context"})
     """Tokens in one sample of a text."""
     on_bad_sample: str = field(default="stop", metadata={"flag": "on-bad-sample"})
     """Policy for a sample that cannot be read: stop the run and name the sample, or skip it and
-    count it (Parquet, saved and torch data sets)."""
+    count it (not of arrays and texts)."""
     columns: str = ""
-    """Columns of a table to read, separated by commas; empty: all. Of a folder of
-    datasets.save_to_disk also the columns of pictures and labels."""
+    """Columns to read, separated by commas: those of a table, or those of images and labels; empty:
+    all, or the usual ones."""
+    image_size: int | None = None
+    """Height and width of images in pixels: each is cut to a square around its center and resized;
+    unset: all must have one size."""
+    mode: str = ""
+    """Mode of images: L (grayscale) or RGB; empty: that of the first image."""
+    span: str = ""
+    """LOW,HIGH: the values that become black and white in images of more than 8 bits, as 0,65535;
+    empty: such images are refused."""
     target: str = field(default="", metadata={"flag": "target"})
     """Column to predict from the others of a table; of images, the column of their classes. Empty:
     a table is for a task of your own, and images have their usual column."""
@@ -42,7 +53,7 @@ class InputConfig:
     """Policy for a row of CSV, TSV or JSON lines that lacks a value: refuse the file, or drop the
     row."""
     stream: str = "auto"
-    """Stream Parquet and saved data sets instead of reading them at the start: always, never, or
+    """Stream data sets of files instead of reading them at the start: always, never, or
     auto (sets larger than max_memory_bytes, and runs that skip bad samples)."""
     max_memory_bytes: int = 1 << 30
     """Largest decoded size of a set that is read at the start, in bytes, if stream is auto."""
@@ -53,8 +64,17 @@ class InputConfig:
     """Samples to shuffle together, on average: row groups of a streamed set are mixed in blocks of
     about this many."""
     num_threads: int = 2
-    """Threads of a worker that decode streamed pictures of 128x128 pixels or more; one thread
-    decodes smaller pictures faster."""
+    """Threads of a worker that decode streamed images of 128x128 pixels or more; one thread
+    decodes smaller images faster."""
+
+    @property
+    def span_of_values(self) -> tuple[float, float] | None:
+        """The two numbers of ``span``, or None if it is empty or misspelled."""
+        try:
+            low, high = map(float, self.span.split(","))
+        except ValueError:
+            return None
+        return low, high
 
     @property
     def columns_named(self) -> tuple[str, ...]:
@@ -62,7 +82,7 @@ class InputConfig:
         return tuple(name.strip() for name in self.columns.split(",") if name.strip())
 
     def streams(self, decoded_bytes: Callable[[], int]) -> bool:
-        """Return whether to stream a set that has row groups.
+        """Return whether to stream a set of files.
 
         Args:
             decoded_bytes: returns the decoded size of the training set; called only if needed.
@@ -83,6 +103,13 @@ class InputConfig:
         for name, choices in policies.items():
             if getattr(self, name) not in choices:
                 raise UnknownNameError(f"input.{name}", getattr(self, name), choices)
+        if self.mode not in ("", *MODES):
+            raise UnknownNameError("input.mode", self.mode, MODES)
+        values = self.span_of_values
+        is_span = not self.span or (values is not None and values[0] < values[1])
+        require(is_span, "input.span", "two numbers LOW,HIGH, the lower first", self.span)
+        side = self.image_size
+        require(side is None or side >= 1, "input.image_size", "1 or more", side)
         require(
             (self.stream, self.on_bad_sample) != ("never", "skip"),
             "input.stream",

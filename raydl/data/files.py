@@ -43,7 +43,7 @@ class Place:
     def _info(self) -> fs.FileInfo:
         try:
             return self.filesystem.get_file_info(self.path)
-        except OSError as error:
+        except Exception as error:  # of a file system in Python, as that of hf://, any error
             raise DataError(self.name, f"cannot be reached: {in_words(error)}") from error
 
     def children(self, pattern: str = "*") -> list[Place]:
@@ -68,14 +68,22 @@ class Place:
             raise DataError(self.name, f"cannot be read: {in_words(error)}") from error
         if not self.path.endswith(".gz"):
             return data
+        return _unzipped(data, self.name)
+
+
+def _unzipped(data: bytes, name: str) -> bytes:
+    """Return the content of a gzip file, which may have several members."""
+    parts = []
+    while data.strip(b"\0"):  # some tools fill up the last block
         gzip = zlib.decompressobj(wbits=31)
         try:
-            data = gzip.decompress(data) + gzip.flush()
+            parts.append(gzip.decompress(data) + gzip.flush())
         except zlib.error as error:
-            raise DataError(self.name, f"is not a whole gzip file: {error}") from error
+            raise DataError(name, f"is not a whole gzip file: {error}") from error
         if not gzip.eof:
-            raise DataError(self.name, "is a truncated gzip file")
-        return data
+            raise DataError(name, "is a truncated gzip file")
+        data = gzip.unused_data
+    return b"".join(parts)
 
 
 def find(source: str) -> Place:
@@ -88,7 +96,7 @@ def find(source: str) -> Place:
         return Place(fs.LocalFileSystem(), source, source)
     try:
         filesystem, path = open_filesystem(source)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a file system in Python, as that of hf://, any error
         raise DataError(source, f"cannot be opened: {in_words(error)}") from error
     return Place(filesystem, path, source)
 

@@ -19,6 +19,7 @@ from raydl.data.augment import Augment
 from raydl.data.images import ImageSet, channel_statistics
 from raydl.data.ledger import Span
 from raydl.data.order import Order
+from raydl.data.part import Streamed
 from raydl.data.samples import (
     Batch,
     Dataset,
@@ -31,7 +32,6 @@ from raydl.data.samples import (
     to_device,
 )
 from raydl.data.scaling import TableScaler, statistics_of_table
-from raydl.data.streaming import StreamedPictures
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import TimeParts
 
@@ -112,15 +112,15 @@ def preparation_for(
         normalizer = Normalizer.from_statistics(kept)
     elif isinstance(train, ImageSet):
         normalizer = Normalizer.of(train)
-    elif isinstance(train, StreamedPictures):
-        pictures, _ = train.fetch_readable(train.statistics_rows())[0]
-        normalizer = Normalizer(*channel_statistics(pictures.numpy()))
+    elif isinstance(train, Streamed) and train.part.has_images:
+        images, _ = train.fetch_readable(train.statistics_rows())[0]
+        normalizer = Normalizer(*channel_statistics(images.numpy()))
     if not names:
         return normalizer or as_they_are
     if normalizer is None:
         raise ConfigError(
             "input.augment",
-            f"must be none for {train.shape}, got {config.input.augment}: it changes pictures only",
+            f"must be none for {train.shape}, got {config.input.augment}: it changes images only",
         )
     return Augment(normalizer, names, seed=config.training.seed)
 

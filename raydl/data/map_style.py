@@ -31,6 +31,7 @@ from torch.utils.data._utils import worker as torch_worker
 from raydl.config import TrainConfig
 from raydl.data.order import Shuffled
 from raydl.data.samples import Batch, Dataset, DataShape, check_readable, part_of
+from raydl.data.schema import Feature, as_classes
 from raydl.errors import DataError, in_one_line
 
 Collate = Callable[[list[Any]], Any]
@@ -113,6 +114,7 @@ class MapStyle:
     ) -> None:
         self._dataset, self._rows = dataset, rows
         self._collate, self._init = collate, init
+        self._usual: list[tuple[int, ...]] | None = None
         self._to_read = copy_to_read(dataset)
         self._length, self._batch_size, self._skips = len(dataset), batch_size, skips
         # The driver reads few samples, itself. The set of a worker was unpickled.
@@ -125,6 +127,8 @@ class MapStyle:
         self._first = self._batch_of(self._first_sample())
         self.shape = shape_of_batch(self._first, dataset)
         """The shape of the first sample, to build a model for."""
+        self.schema = schema_of_batch(self._first, self.shape.class_names)
+        """What a sample holds; of any size, since a collate_fn may pad samples."""
 
     @property
     def num_samples(self) -> int:
@@ -184,12 +188,27 @@ class MapStyle:
             found = self._read_in_processes(numbers)
         else:
             found = _read(self._to_read, numbers)
+        found = [self._checked(s, n) for s, n in zip(found, numbers.tolist(), strict=True)]
         is_readable = np.array([not isinstance(sample, Unreadable) for sample in found], bool)
         return (
             [sample for sample in found if not isinstance(sample, Unreadable)],
             is_readable,
             [s.as_data_error(self.source) for s in found if isinstance(s, Unreadable)],
         )
+
+    def _checked(self, sample: Any, number: int) -> Any:
+        """Return a sample, or a stand-in if torch's ``default_collate`` could not batch it."""
+        if sample is None:
+            return Unreadable(f"sample {number} is None", ValueError("None"))
+        if isinstance(sample, Unreadable) or self._collate is not torch_data.default_collate:
+            return sample
+        shapes = _shapes_of(sample)
+        self._usual = shapes if self._usual is None else self._usual
+        if shapes == self._usual:
+            return sample
+        sizes = [" and ".join(str(list(s)) for s in some) for some in (shapes, self._usual)]
+        problem = f"sample {number} is of shape {sizes[0]}, but the first one of {sizes[1]}"
+        return Unreadable(problem, ValueError(problem))
 
     def _read_in_processes(self, numbers: np.ndarray) -> list[Any]:
         parts = np.array_split(numbers, min(self._num_workers, max(1, len(numbers))))
@@ -352,6 +371,15 @@ def _sample(dataset: Any, number: int) -> Any:
         return Unreadable(f"sample {number} cannot be read: {in_one_line(error)}", error)
 
 
+def _shapes_of(sample: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors, arrays and numbers of a sample, in order."""
+    if isinstance(sample, Mapping):
+        return [shape for value in sample.values() for shape in _shapes_of(value)]
+    if isinstance(sample, (list, tuple)):
+        return [shape for value in sample for shape in _shapes_of(value)]
+    return [tuple(getattr(sample, "shape", ()))]
+
+
 def checked_batch(batch: Any, num_samples: int, *, source: str) -> Batch:
     """Return a batch as a tuple or mapping of tensors.
 
@@ -385,7 +413,25 @@ def shape_of_batch(batch: Batch, dataset: Any) -> DataShape:
         columns = {name: tuple(value.shape[1:]) for name, value in batch.items()}
         return DataShape((), 0, columns=columns)
     names = _class_names(dataset)
-    return DataShape(tuple(batch[0].shape[1:]), len(names), names)
+    is_numeric = batch[0].ndim == 2 and batch[0].is_floating_point()
+    return DataShape(tuple(batch[0].shape[1:]), len(names), names, is_numeric=is_numeric)
+
+
+def schema_of_batch(batch: Batch, class_names: Sequence[str]) -> dict[str, Feature]:
+    """Return what samples hold, by the batch of the first; their sizes may differ."""
+    named = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    schema = {
+        str(name): Feature(
+            "vector" if value.ndim > 1 else "number",
+            str(value.dtype).removeprefix("torch."),
+            (None,) * (value.ndim - 1),
+        )
+        for name, value in named
+    }
+    if class_names and not isinstance(batch, dict):
+        label = str(len(batch) - 1)
+        schema[label] = as_classes(schema[label], class_names)
+    return schema
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
@@ -460,7 +506,7 @@ def from_map_style(data: Any, config: TrainConfig) -> Dataset:
         )
     if _kind_of(train.shape) != _kind_of(test.shape):
         raise DataError(train.source, f"trains on {train.shape} but tests on {test.shape}")
-    return Dataset(train, test, train.source)
+    return Dataset(train, test, train.source, train.schema)
 
 
 def check_parts(data: Mapping[str, Any]) -> None:

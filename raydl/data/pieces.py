@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from raydl.data.schema import Schema
 from raydl.errors import DataError, in_one_line
@@ -52,7 +54,7 @@ class Piece(Protocol):
         Raises:
             DataError: if the piece as a whole cannot be read; see ``reading``.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} is read by groups")
 
     def read_group(self, number: int, names: Sequence[str]) -> Columns:
         """Return some columns of all samples of a group; only with groups.
@@ -60,7 +62,7 @@ class Piece(Protocol):
         Raises:
             DataError: if the group cannot be read.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} has no groups")
 
     def where(self, row: int) -> str:
         """Return where a sample lies, for messages: ``train.parquet, row group 2, row 17``."""
@@ -82,6 +84,24 @@ class Piece(Protocol):
             for start in range(0, self.num_rows, num_rows):
                 stop = min(start + num_rows, self.num_rows)
                 yield self.read(np.arange(start, stop), names)
+
+    def group_bytes(self, names: Sequence[str]) -> Sequence[int]:
+        """Return the bytes of some columns in each group, as far as the format tells; or ()."""
+        return ()
+
+    def distinct(self, name: str) -> set[Any]:
+        """Return the different values of a column of labels.
+
+        Raises:
+            DataError: if they cannot be read.
+        """
+        found: set[Any] = set()
+        groups: Iterator[Columns] = (self.read_group(n, [name]) for n in range(len(self.groups)))
+        for columns in groups if self.groups else self.batches([name], self.num_rows):
+            values = columns[name]
+            is_arrow = isinstance(values, (pa.Array, pa.ChunkedArray))
+            found.update(pc.unique(values).to_pylist() if is_arrow else np.unique(values).tolist())
+        return found
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raydl.data.ledger import split_evenly
 from raydl.data.order import Order, Shuffled
+from raydl.data.schema import Schema, size_text
 from raydl.errors import DataError, failure_of_machine
 
 Batch = Any
@@ -38,7 +39,8 @@ class DataShape:
     labels: str | int | None = None
     """Name or place in a batch of labels that ``raydl.data.target`` has found in the first samples;
     None: they have a usual name or place, or there are none."""
-
+    is_numeric: bool = False
+    """Whether a sample of one dimension holds numbers, not tokens."""
     target: str = ""
     """Column of a table to predict; "" if only the task knows what to do with the columns."""
     spread: float = 1.0
@@ -47,7 +49,7 @@ class DataShape:
     @property
     def kind(self) -> str:
         """What a sample is: images, texts or tables."""
-        if self.columns:
+        if self.columns or self.is_numeric:
             return "tables"
         return "texts" if len(self.input_shape) == 1 else "images"
 
@@ -64,10 +66,12 @@ class DataShape:
     def __str__(self) -> str:
         if self.columns:
             return f"rows of {', '.join(self.columns)}"
-        size = "x".join(map(str, self.input_shape))
+        size = size_text(self.input_shape)
+        if self.is_numeric:
+            return f"vectors of {size} numbers"
         if len(self.input_shape) == 1:
             return f"texts of {size} tokens out of {self.num_classes}"
-        return f"{size} pictures of {self.num_classes} classes"
+        return f"{size} images of {self.num_classes} classes"
 
 
 class Samples(Protocol):
@@ -205,6 +209,10 @@ class Dataset:
     test: Samples
     source: str
     """Path, URI or name that the user gave."""
+    schema: Schema = field(default_factory=dict)
+    """What a sample holds; a run keeps it, and compares it at its resume. Empty: not known."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the log, as about files that were not read."""
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:

@@ -1,68 +1,71 @@
 """Folders that ``save_to_disk`` of Hugging Face's ``datasets`` wrote: Arrow files and their state.
 
-PyArrow reads them; the library itself is not needed. The features in an Arrow file's schema tell
-which column holds pictures and which labels. Other sets are tables.
+PyArrow reads them; the library itself is not needed. The record batches are the groups.
 """
 
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
+from raydl.config import InputConfig
 from raydl.data.files import Place
-from raydl.data.parquet import features_of, hub_metadata
-from raydl.data.row_groups import FileGroups, arrow_errors
+from raydl.data.listing import Listing, Parts
+from raydl.data.pieces import Columns, Piece, reading
+from raydl.data.schema import schema_of
 from raydl.errors import DataError
 
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
-_LABEL_NAMES = ("label", "labels")
-"""Names of a column of labels that is no ``ClassLabel``."""
+_TESTS = ("test", "validation")
 
 
-def find_parts(folder: Place) -> tuple[tuple[Place, ...], tuple[Place, ...]] | None:
-    """Return the folders of (training set, test set), each () or one, or None if not saved so.
+def find_saved(found: Listing) -> Parts | None:
+    """Return the Arrow files of each part of a saved set, or None if the folder holds none.
 
-    Args:
-        folder: the folder of a ``Dataset``, or of a ``DatasetDict`` with the splits ``train`` and,
-            if there is a test set, ``test`` or ``validation``.
+    The folder is that of a ``Dataset``, or of a ``DatasetDict`` with the splits ``train`` and, if
+    there is a test set, ``test`` or ``validation``.
 
     Raises:
         DataError: if the folder is incomplete, or has no split ``train``.
     """
-    if (folder / _DICT).is_file():
-        return _splits_of(folder)
-    if (folder / _STATE).is_file() or folder.children("data-*-of-*.arrow"):
-        _refuse_incomplete(folder)
-        return (folder,), ()
-    return None
+    if _DICT in found.files:
+        folders = _folders_of_splits(found)
+    elif _STATE in found.files or any("/" not in path for path in found.ending_in([".arrow"])):
+        folders = {"train": ""}
+    else:
+        return None
+    parts = {name: _files_of(found, folder) for name, folder in folders.items()}
+    read = [posixpath.join(folder, file) for folder in folders.values() for file in (_STATE, _INFO)]
+    return {**parts, "": [_DICT, *read]}
 
 
-def _splits_of(folder: Place) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    splits = _read_json(folder / _DICT).get("splits", [])
+def _folders_of_splits(found: Listing) -> dict[str, str]:
+    splits = _read_json(found.root / _DICT).get("splits", [])
     if "train" not in splits:
         raise DataError(
-            folder.name,
+            found.name,
             f"must have a split train, got {', '.join(splits) or 'none'}; give the folder of one "
             f"split to train on it",
         )
-    test = [name for name in ("test", "validation") if name in splits][:1]
-    parts = [folder / name for name in ("train", *test)]
-    for part in parts:
-        _refuse_incomplete(part)
-    return (parts[0],), tuple(parts[1:])
+    test = [name for name in _TESTS if name in splits][:1]
+    return {"train": "train", **({"test": test[0]} if test else {})}
 
 
-def _refuse_incomplete(folder: Place) -> None:
-    """Raise DataError unless both files that ``save_to_disk`` writes last are there."""
-    for name in (_STATE, _INFO):
-        if not (folder / name).is_file():
-            raise DataError(folder.name, f"has no {name}: save_to_disk did not finish; save again")
+def _files_of(found: Listing, folder: str) -> list[str]:
+    """Return the Arrow files of a ``Dataset``."""
+    place = found.root / folder if folder else found.root
+    for name in (_STATE, _INFO):  # the files that save_to_disk writes last
+        if posixpath.join(folder, name) not in found.files:
+            raise DataError(place.name, f"has no {name}: save_to_disk did not finish; save again")
+    entries = _read_json(place / _STATE).get("_data_files", [])
+    return [posixpath.join(folder, entry["filename"]) for entry in entries]
 
 
 def _read_json(place: Place) -> dict[str, Any]:
@@ -75,45 +78,78 @@ def _read_json(place: Place) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True)
-class ArrowGroups(FileGroups):
-    """Record batches of some Arrow files in the stream format."""
+def open_saved(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, list[Piece]]:
+    """Return the Arrow files of each part of a saved set."""
+    return {
+        part: [ArrowFile(place, _columns_of_format(place, input)) for place in found.places(paths)]
+        for part, paths in parts.items()
+        if part
+    }
 
-    unit: ClassVar[str] = "record batch"
-    starts: tuple[tuple[int, ...], ...]
-    """By file: the byte at which each record batch starts, and at last the one after all."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the files of each column that is read; pictures are read as image and label."""
 
-    def read(self, number: int) -> pa.Table:
-        """Return the columns of a record batch.
+def _columns_of_format(place: Place, input: InputConfig) -> Sequence[str]:
+    """Return the columns of the set's format, or () for all; those that a user names win."""
+    folder = Place(place.filesystem, posixpath.dirname(place.path), place.name)
+    state = _read_json(folder / _STATE)
+    is_all = bool(input.columns_named) or state.get("_output_all_columns")
+    return () if is_all else state.get("_format_columns") or ()
 
-        Raises:
-            DataError: if the file is truncated or was changed.
-        """
-        file, batch = self.index[number]
-        with arrow_errors(self.name(number), "cannot be read"), _opened(self.files[file]) as stream:
+
+class ArrowFile(Piece):
+    """An Arrow file in the stream format; a local one is mapped while it is read.
+
+    The format has no index, so a file in a store is read once to find its record batches.
+
+    Args:
+        place: the file.
+        names: the columns that it is to have; (): all.
+
+    Raises:
+        DataError: if it is not a whole Arrow file.
+    """
+
+    def __init__(self, place: Place, names: Sequence[str] = ()) -> None:
+        self.place, self.name = place, place.name
+        with reading(self.name, "is not a whole Arrow file"), _opened(place) as stream:
+            reader = pa.ipc.open_stream(stream)
+            schema = schema_of(reader.schema)
+            starts, sizes = [stream.tell()], list[int]()
+            for batch in reader:
+                starts.append(stream.tell())
+                sizes.append(batch.num_rows)
+            self.arrow_schema = reader.schema
+        self.schema = {name: schema[name] for name in names or schema}
+        self._numbers = [number for number, size in enumerate(sizes) if size]
+        self.starts = tuple(starts)
+        """Byte at which each record batch starts, and at last the one after all."""
+        self.groups = tuple(size for size in sizes if size)
+        self._rows = np.cumsum([0, *self.groups])
+        self.num_rows = int(self._rows[-1])
+
+    def read_group(self, number: int, names: Sequence[str]) -> Columns:
+        """Return some columns of a record batch."""
+        with (
+            reading(self.name_of_group(number), "cannot be read"),
+            _opened(self.place) as stream,
+        ):
             schema = pa.ipc.read_schema(stream)
-            stream.seek(self.starts[file][batch])
-            table = pa.Table.from_batches([pa.ipc.read_record_batch(stream, schema)])
-            columns = [_plain(table[self.names[name]]) for name in self.columns]
-        return pa.table(columns, schema=self._schema_of(columns))
+            stream.seek(self.starts[self._numbers[number]])
+            batch = pa.ipc.read_record_batch(stream, schema).select(list(names))
+            batch.validate(full=True)  # a wrong offset would end the process
+            return {name: _plain(batch[name]) for name in names}
 
-    def _schema_of(self, columns: Sequence[pa.ChunkedArray]) -> pa.Schema:
-        types = zip(self.columns, (column.type for column in columns), strict=True)
-        return pa.schema(list(types), metadata=self.schema.metadata)
+    def name_of_group(self, number: int) -> str:
+        """Return the file and the record batch, for messages."""
+        return f"{self.name}, record batch {self._numbers[number]}"
 
-    def read_first(self) -> pa.Table:
-        """Return the first row.
+    def where(self, row: int) -> str:
+        """Return the file, the record batch and the row in it, for messages."""
+        number = int(np.searchsorted(self._rows, row, side="right")) - 1
+        return f"{self.name_of_group(number)}, row {row - self._rows[number]}"
 
-        Raises:
-            DataError: if the file is truncated or was changed.
-        """
-        return self.read(0).slice(0, 1)
-
-    def group_bytes(self) -> list[int]:
+    def group_bytes(self, names: Sequence[str]) -> list[int]:
         """Return the bytes of each record batch, with all columns."""
-        return [self.starts[f][b + 1] - self.starts[f][b] for f, b in self.index]
+        return [self.starts[n + 1] - self.starts[n] for n in self._numbers]
 
 
 @contextmanager
@@ -127,95 +163,6 @@ def _opened(file: Place) -> Iterator[pa.NativeFile]:
             yield stream
 
 
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _plain(values: pa.Array) -> pa.Array:
     """Return a column without the type of ``datasets`` that Arrow knows if that is imported."""
-    if not isinstance(column.type, pa.BaseExtensionType):
-        return column
-    return pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-
-
-def open_saved(folder: Place, *, columns: Sequence[str] = ()) -> ArrowGroups:
-    """Return the record batches of a saved ``Dataset``.
-
-    Arrow's stream format has no index, so a file on a remote storage is read once to find them; a
-    local file is mapped.
-
-    Args:
-        folder: the folder of the ``Dataset``.
-        columns: columns to read; empty: those of the set's format, or all.
-
-    Raises:
-        DataError: if a file cannot be read, a column is missing, or there are no rows; of pictures
-            also if it is not clear which column holds them or their labels.
-    """
-    state = _read_json(folder / _STATE)
-    files = tuple(folder / entry["filename"] for entry in state.get("_data_files", []))
-    scanned = [_scan(file) for file in files]
-    pairs = [((f, b), size) for f, (_, _, sizes) in enumerate(scanned)
-             for b, size in enumerate(sizes) if size]  # fmt: skip
-    if not pairs:
-        raise DataError(folder.name, "holds no rows")
-    schema = scanned[0][0]
-    formatted = () if state.get("_output_all_columns") else state.get("_format_columns") or ()
-    names = _names_of(schema, columns, formatted, folder.name)
-    return ArrowGroups(
-        files=files,
-        index=tuple(pair for pair, _ in pairs),
-        sizes=tuple(size for _, size in pairs),
-        schema=_schema_under(names, schema),
-        columns=tuple(names),
-        starts=tuple(starts for _, starts, _ in scanned),
-        names=names,
-    )
-
-
-def _scan(file: Place) -> tuple[pa.Schema, tuple[int, ...], list[int]]:
-    """Return (schema, start of each record batch and end of the last, rows of each)."""
-    with arrow_errors(file.name, "is not a whole Arrow file"), _opened(file) as stream:
-        reader = pa.ipc.open_stream(stream)
-        starts, sizes = [stream.tell()], list[int]()
-        for batch in reader:
-            starts.append(stream.tell())
-            sizes.append(batch.num_rows)
-        return reader.schema, tuple(starts), sizes
-
-
-def _names_of(
-    schema: pa.Schema, columns: Sequence[str], formatted: Sequence[str], source: str
-) -> dict[str, str]:
-    """Return the column of the files for each column to read: image and label, or a table's."""
-    for name in columns:
-        if name not in schema.names:
-            raise DataError(source, f"must have a column {name}, got {', '.join(schema.names)}")
-    candidates = list(columns or formatted or schema.names)
-    kinds = {name: feature.get("_type") for name, feature in features_of(schema).items()}
-    pictures = [name for name in candidates if kinds.get(name) == "Image"]
-    if not pictures:
-        return {name: name for name in candidates}
-    if len(pictures) > 1:
-        raise DataError(
-            source,
-            f"has several columns of pictures, {', '.join(pictures)}; name one, and the labels, in "
-            f"input.columns",
-        )
-    others = [name for name in candidates if name != pictures[0]]
-    labels = others if columns and len(others) == 1 else [
-        name for name in others if kinds.get(name) == "ClassLabel"
-    ] or [name for name in others if name in _LABEL_NAMES]  # fmt: skip
-    if len(labels) != 1:
-        what = "no column of labels" if not labels else "several columns of labels"
-        found = ", ".join(labels or schema.names)
-        raise DataError(
-            source,
-            f"has {what} for the pictures in {pictures[0]!r}, got {found}; name both columns in "
-            f"input.columns",
-        )
-    return {"image": pictures[0], "label": labels[0]}
-
-
-def _schema_under(names: Mapping[str, str], schema: pa.Schema) -> pa.Schema:
-    """Return the schema of some columns, with their features, under other names."""
-    features = features_of(schema)
-    renamed = {new: features[old] for new, old in names.items() if old in features}
-    columns = [(new, schema.field(old).type) for new, old in names.items()]
-    return pa.schema(columns, metadata=hub_metadata(renamed))
+    return values.storage if isinstance(values.type, pa.BaseExtensionType) else values

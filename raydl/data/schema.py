@@ -49,12 +49,13 @@ class Feature:
         return len(self.names) or self.vocabulary
 
     def __str__(self) -> str:
-        if self.kind in ("image", "text", "tokens"):
-            return {"image": "images", "text": "texts"}.get(self.kind, self.kind)
+        if self.kind in ("image", "text"):
+            return f"{self.kind}s"
+        if self.kind == "tokens":
+            return f"{size_text(self.shape)} tokens of {self.vocabulary}"
         if self.kind == "class":
             return f"the classes {_listed(self.names)}" if self.names else "classes without names"
-        size = "x".join("?" if n is None else str(n) for n in self.shape)
-        return f"vectors of {size} {self.dtype}" if self.shape else self.dtype
+        return f"vectors of {size_text(self.shape)} {self.dtype}" if self.shape else self.dtype
 
 
 Schema = Mapping[str, Feature]
@@ -173,7 +174,7 @@ def _difference(name: str, a: Feature, b: Feature) -> Difference | None:
     fits = len(a.shape) == len(b.shape) and all(
         None in pair or pair[0] == pair[1] for pair in zip(a.shape, b.shape, strict=True)
     )
-    if (a.kind, a.dtype) == (b.kind, b.dtype) and fits:
+    if (a.kind, a.dtype) == (b.kind, b.dtype) and fits and b.vocabulary <= a.vocabulary:
         return None
     return Difference(name, f"column {name!r} holds {_beside(b, a)}, but elsewhere {_beside(a, b)}")
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from raydl.data import files
-from raydl.data.binary import read_array
+from raydl.data.arrays import read_array
 from raydl.data.files import Place
 from raydl.data.samples import Batch, Dataset, DataShape, InMemory
+from raydl.data.schema import Feature, Schema, compare
 from raydl.errors import DataError
 
 TEXT_ENDINGS = (".txt", ".md", ".npy")
@@ -56,7 +57,7 @@ class TokenSet(InMemory):
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def load_text(source: str, *, context: int) -> Dataset:
+def load_text(source: str, *, context: int, like: Schema | None = None) -> Dataset:
     """Return the text at a path or URI.
 
     The last tenth is the test set; no training sample reaches into it.
@@ -65,6 +66,7 @@ def load_text(source: str, *, context: int) -> Dataset:
         source: a .npy file of tokens, or a text file; with wildcards in the last part, all text
             files that match, concatenated in the order of their names.
         context: tokens in one sample.
+        like: what a sample must be, for a model that was trained on such samples.
 
     Raises:
         DataError: if it is missing, empty, too short, not UTF-8, or holds no tokens.
@@ -89,7 +91,10 @@ def load_text(source: str, *, context: int) -> Dataset:
         )
     cut = len(tokens) - num_test
     train, test = (TokenSet(part, context, vocabulary) for part in (tokens[:cut], tokens[cut:]))
-    return Dataset(train, test, source)
+    schema = {"tokens": Feature("tokens", "int64", (context,), vocabulary=vocabulary)}
+    for difference in compare(like or {}, schema):
+        raise DataError(source, difference.problem)
+    return Dataset(train, test, source, schema)
 
 
 def _bytes_of(file: Place) -> bytes:

@@ -22,7 +22,7 @@ def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -
     _, height, width = image_shape
     if min(height, width) < smallest:
         raise ShapeError(
-            model, f"needs pictures of {smallest}x{smallest} or more, got {height}x{width}"
+            model, f"needs images of {smallest}x{smallest} or more, got {height}x{width}"
         )
 
 

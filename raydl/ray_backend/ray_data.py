@@ -1,18 +1,21 @@
-"""A ``ray.data.Dataset`` as the data set of a run: its blocks are the row groups."""
+"""A ``ray.data.Dataset`` as the data set of a run: its blocks are the groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import ray
 
 from raydl.config import InputConfig
 from raydl.data import Dataset
-from raydl.data.datasets import numbered, split_groups, streamed
-from raydl.data.parquet import check_labels, chosen_columns, has_pictures
+from raydl.data.datasets import describe
+from raydl.data.pieces import Columns, Piece
+from raydl.data.schema import schema_of
+from raydl.data.sources import Source
 from raydl.errors import DataError
 
 _Result = TypeVar("_Result")
@@ -21,34 +24,59 @@ _READ_S = 600.0
 """The longest wait for a block, in seconds: Ray may have to read it from disk or recompute it."""
 
 
-@dataclass(frozen=True)
-class RayBlocks:
-    """Blocks of a dataset in Ray's object store, which spills to disk."""
+class RayBlocks(Piece):
+    """Blocks of a dataset in Ray's object store, which spills to disk.
 
-    refs: tuple[Any, ...]
-    sizes: tuple[int, ...]
-    columns: tuple[str, ...]
+    Args:
+        data: a ``ray.data.Dataset``.
 
-    def read(self, number: int) -> pa.Table:
-        """Return the columns of a block.
+    Raises:
+        DataError: if it holds no rows.
+    """
+
+    def __init__(self, data: Any) -> None:
+        refs = data.materialize().to_arrow_refs()
+        shapes = _call_on_blocks(
+            lambda table: (table.num_rows, table.schema), [(ref,) for ref in refs]
+        )
+        full = [(ref, *shape) for ref, shape in zip(refs, shapes, strict=True) if shape[0]]
+        if not full:
+            raise DataError(_SOURCE, "holds no rows")
+        self.name = _SOURCE
+        self.groups = tuple(size for _, size, _ in full)
+        self.num_rows = sum(self.groups)
+        self.schema = schema_of(full[0][2])
+        self._refs = [ref for ref, *_ in full]
+
+    def read_group(self, number: int, names: Sequence[str]) -> Columns:
+        """Return some columns of a block.
 
         Raises:
             DataError: if Ray has lost it and could not recompute it.
         """
         try:
-            table: pa.Table = ray.get(self.refs[number], timeout=_READ_S)
+            table: pa.Table = ray.get(self._refs[number], timeout=_READ_S)
         except ray.exceptions.RayError as error:
-            raise DataError(self.name(number), f"cannot be read: {error}") from error
-        return table.select(list(self.columns))
+            problem = f"cannot be read: {error}"
+            raise DataError(f"{_SOURCE}, block {number}", problem) from error
+        return {name: table[name] for name in names}
 
-    def name(self, number: int) -> str:
-        """Return the name of a block, for messages."""
-        return f"{_SOURCE}, block {number}"
+    def where(self, row: int) -> str:
+        """Return the block and the row in it, for messages."""
+        ends = np.cumsum(self.groups)
+        number = int(np.searchsorted(ends, row, side="right"))
+        return f"{_SOURCE}, block {number}, row {row - (ends[number] - self.groups[number])}"
 
-    def select(self, numbers: Sequence[int]) -> RayBlocks:
-        """Return some of the blocks."""
-        refs = tuple(self.refs[n] for n in numbers)
-        return replace(self, refs=refs, sizes=tuple(self.sizes[n] for n in numbers))
+    def distinct(self, name: str) -> set[Any]:
+        """Return the different values of a column, found where the blocks lie."""
+
+        def distinct(table: pa.Table, name: str) -> list[Any]:
+            import pyarrow.compute as pc
+
+            found: list[Any] = pc.unique(table[name]).to_pylist()
+            return found
+
+        return set().union(*_call_on_blocks(distinct, [(ref, name) for ref in self._refs]))
 
 
 def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
@@ -63,40 +91,12 @@ def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
     Raises:
         DataError: if it holds no rows, or too few blocks to split.
     """
-    if isinstance(data, Mapping):
-        if set(data) != {"train", "test"}:
-            raise DataError(_SOURCE, f"must be named train and test, got {', '.join(data)}")
-        train, test = (_blocks_of(data[part], input) for part in ("train", "test"))
-    else:
-        train, test = split_groups(_blocks_of(data, input), seed=seed, source=_SOURCE)
-    names: tuple[str, ...] = ()
-    if has_pictures(train.columns):
-        names = numbered(max(_largest_labels((train, test))), _SOURCE)
-    return streamed(train, test, names=names, source=_SOURCE, input=input)
-
-
-def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
-    refs = data.materialize().to_arrow_refs()
-    shapes = _call_on_blocks(lambda table: (table.num_rows, table.schema), [(ref,) for ref in refs])
-    full = [(ref, *shape) for ref, shape in zip(refs, shapes, strict=True) if shape[0]]
-    if not full:
-        raise DataError(_SOURCE, "holds no rows")
-    columns = chosen_columns(full[0][2], input.columns_named, _SOURCE)
-    if has_pictures(columns):
-        check_labels(full[0][2], columns, _SOURCE)
-    return RayBlocks(tuple(ref for ref, *_ in full), tuple(size for _, size, _ in full), columns)
-
-
-def _largest_labels(parts: Sequence[RayBlocks]) -> list[int]:
-    """Return the largest label of each block of some parts, or -1 for a block that has none."""
-
-    def largest(table: pa.Table, label: str) -> int:
-        import pyarrow.compute as pc
-
-        found = pc.max(table[label]).as_py()
-        return -1 if found is None else int(found)
-
-    return _call_on_blocks(largest, [(ref, part.columns[1]) for part in parts for ref in part.refs])
+    parts = data if isinstance(data, Mapping) else {"train": data}
+    if isinstance(data, Mapping) and set(data) != {"train", "test"}:
+        raise DataError(_SOURCE, f"must be named train and test, got {', '.join(data)}")
+    pieces = {part: [RayBlocks(of_part)] for part, of_part in parts.items()}
+    described = describe(Source(_SOURCE, "ray", pieces), input=input)
+    return described.dataset(seed=seed, input=replace(input, stream="always"))
 
 
 def _call_on_blocks(

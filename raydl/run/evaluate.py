@@ -14,6 +14,7 @@ from raydl.config.custom_code import hugging_face_folder
 from raydl.core.state_names import own_keys
 from raydl.data import Batches, Dataset, load
 from raydl.data.generators import callers_generators_kept
+from raydl.data.schema import Schema
 from raydl.errors import DataError, UntrustedCodeError
 from raydl.run.folder import RunFolder, open_run
 from raydl.storage import below
@@ -42,12 +43,13 @@ def score_run(
     Args:
         path: the run's folder, a path or URI.
         data: source of the data, instead of the run's own; or the same with its credentials, which
-            ``config.json`` omits.
+            ``config.json`` omits. Its classes are those of the run by their names, in any order.
         best: score the best center instead of the newest; it exists with ``checkpoint.keep_best``.
         trust: whether to import and run a user's model or task that ``config.json`` names, or a
             function that decides it. Everybody with write access to the folder can name any
             function that can be imported here.
-        note: called with a sentence if a metric is NaN or infinite.
+        note: called with a sentence if a metric is NaN or infinite, or if the classes of other data
+            cannot be compared with those of the run.
 
     Raises:
         UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.
@@ -59,7 +61,10 @@ def score_run(
     _require_trust(folder, config, trust)
     store = CheckpointStore(folder.storage)
     center = read_best(folder.storage)[0] if best else store.read_center()[0]
-    dataset = _test_data(folder, config, data)
+    schema = folder.schema()
+    if data and schema is None:
+        note("an earlier version made the run and kept no names of its classes: labels are numbers")
+    dataset = _test_data(folder, config, data, schema)
     task = task_on(None, dataset.train.shape, config)
     torch.set_num_threads(1)
     prepare = preparation(task, dataset, config, folder.normalization())
@@ -94,9 +99,12 @@ def _require_trust(
         raise error
 
 
-def _test_data(folder: RunFolder, config: TrainConfig, data: str | None) -> Dataset:
+def _test_data(
+    folder: RunFolder, config: TrainConfig, data: str | None, schema: Schema | None
+) -> Dataset:
+    source, seed = data or config.data, config.training.seed
     try:
-        return load(data or config.data, seed=config.training.seed, input=config.input)
+        return load(source, seed=seed, input=config.input, like=schema)
     except DataError as error:
         if data or "data" not in folder.redacted_settings():
             raise

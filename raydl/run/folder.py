@@ -34,6 +34,7 @@ from raydl.checkpoint.figures import read_figures
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.config.typed import Count, typed
+from raydl.data.schema import Schema, from_json, to_json
 from raydl.errors import CheckpointError, ConfigError, DataError
 from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
@@ -76,6 +77,7 @@ class ConfigFile(_ConfigOfAll, total=False):
 
     redacted: list[str]
     normalization: dict[str, list[float]] | dict[str, dict[str, list[float]]] | None
+    schema: dict[str, Any] | None
     commit: str | None
     submission: str | None
     driver_epoch: Count
@@ -206,7 +208,11 @@ class RunFolder:
         return is_of_all and self.storage.num_bytes(name) > local.stat().st_size
 
     def write_config(
-        self, config: TrainConfig, *, normalization: Mapping[str, Any] | None = None
+        self,
+        config: TrainConfig,
+        *,
+        normalization: Mapping[str, Any] | None = None,
+        schema: Schema | None = None,
     ) -> None:
         """Write all settings, the versions of the packages, and the submission.
 
@@ -216,12 +222,14 @@ class RunFolder:
             config: the settings.
             normalization: mean and standard deviation, by which images are normalized, per
                 channel, or the numbers of a table, per column.
+            schema: what a sample of the data holds.
         """
         settings = to_dict(config)
         values = {
             "config": redact_values(settings),
             "redacted": [name for name, v in dotted(settings).items() if has_credentials(v)],
             "normalization": normalization,
+            "schema": to_json(schema or {}),
             "versions": _versions(),
             "commit": _commit(),
             "submission": this_submission(),
@@ -246,6 +254,20 @@ class RunFolder:
             DataError: there is no run, or its settings cannot be read.
         """
         return self._read_config().get("normalization")
+
+    def schema(self) -> Schema | None:
+        """Return what a sample of the run's data holds; empty: it is not known.
+
+        None: an earlier version wrote its ``config.json``.
+
+        Raises:
+            DataError: there is no run, or its settings cannot be read.
+        """
+        schema = self._read_config().get("schema")
+        try:
+            return None if schema is None else from_json(schema)
+        except ValueError as error:
+            raise DataError(self.root, f"its config.json is damaged: {error}") from error
 
     def _read_config(self) -> ConfigFile:
         try:

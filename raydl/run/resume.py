@@ -20,6 +20,7 @@ from raydl.core.saved_state import reported_as_damage
 from raydl.core.stop_condition import StopCondition
 from raydl.data.ledger import check_state
 from raydl.data.order import Order
+from raydl.data.schema import Schema, compare
 from raydl.errors import CheckpointError, ConfigError, reading_error
 from raydl.run.folder import RunFolder
 from raydl.storage import below, in_words
@@ -58,6 +59,7 @@ class Start:
         flat: FlatModel,
         *,
         order: Order,
+        schema: Schema | None = None,
         method: Method | None = None,
         unfrozen: Sequence[str] = (),
     ) -> Start:
@@ -68,6 +70,7 @@ class Start:
             config: the settings.
             flat: the run's first model; it receives the non-trainable state of the checkpoint.
             order: the order of the training samples.
+            schema: what a sample holds; None: it is not known.
             method: the run's method, if its center may have an optimizer.
             unfrozen: parameters that the models have unfrozen since, to be trained from now on.
 
@@ -77,7 +80,7 @@ class Start:
             ShapeError: the checkpoint is of another model.
         """
         try:
-            return cls._from_folder(folder, config, flat, order, method, unfrozen)
+            return cls._from_folder(folder, config, flat, order, schema or {}, method, unfrozen)
         except OSError as error:
             raise reading_error(
                 below(folder.root, "checkpoints"), f"cannot be read: {in_words(error)}", error
@@ -90,6 +93,7 @@ class Start:
         config: TrainConfig,
         flat: FlatModel,
         order: Order,
+        schema: Schema,
         method: Method | None,
         unfrozen: Sequence[str],
     ) -> Start:
@@ -102,7 +106,8 @@ class Start:
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), flat, {}, 0.0, [])
         folder.load_earlier(config)
-        warnings = best.load_earlier() if config.checkpoint.keep_best else []
+        warnings = _refuse_other_data(folder.schema(), schema)
+        warnings += best.load_earlier() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
             _refuse_without_manifest(folder, store)
             sentences = [*warnings, f"no checkpoint yet: the run starts again in {folder.root}"]
@@ -199,6 +204,25 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
             f"({name_before}), so some would be trained on twice; keep the settings of input, "
             f"and row groups or blocks, to resume",
         )
+
+
+def _refuse_other_data(before: Schema | None, now: Schema) -> list[str]:
+    """Raise a ConfigError if a sample is not what it was; return sentences for the log.
+
+    Args:
+        before: what a sample held at the start of the run; None in files of earlier versions.
+        now: what it holds; empty: not known.
+    """
+    if before is None:
+        sentence = "an earlier version began the run and did not note what its data hold"
+        return [f"{sentence}: names of classes and types are not compared"] if now else []
+    differences = [*compare(before, now), *compare(now, before)] if before and now else []
+    if differences:
+        raise ConfigError(
+            "data",
+            f"is not what the run began with: {differences[0].problem}",
+        )
+    return []
 
 
 def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> bool:

@@ -49,8 +49,10 @@ from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
 from raydl.data import Batches, Dataset, Order, Prepare, load, statistics_of
 from raydl.data.generators import callers_generators_kept
+from raydl.data.hub import from_hub, holds_images
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
+from raydl.data.schema import Schema
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import STOP_COMMAND, ConfigError, DataError
@@ -344,7 +346,8 @@ class Trainer:
         faults = _read_faults(config)
         with entered_within(folder.storage, folder.held(resume=config.run.resume)):
             order = dataset.train.order(config.training.seed)
-            start = self._start_from(folder, flat, order, method)
+            start = self._start_from(folder, flat, order, dataset.schema, method)
+            start.sentences.extend(dataset.notes)
             start.sentences.extend(_notes_on(preflight, method))
             if config.scaling.max_workers:
                 start.sentences.extend(ray_session.notes())
@@ -363,7 +366,7 @@ class Trainer:
             with open_control_channel(start.folder.storage, view) as control_channel:
                 ended = self._train_from(start, job, dataset, prepare, control_channel, view)
                 while not isinstance(ended, Result):
-                    start = self._start_again(start, job, ended)
+                    start = self._start_again(start, job, dataset.schema, ended)
                     view.start_again(start.snapshot, seconds_before=start.seconds)
                     ended = self._train_from(start, job, dataset, prepare, control_channel, view)
             result, self.config = ended, config
@@ -376,18 +379,21 @@ class Trainer:
         folder: RunFolder,
         flat: FlatModel,
         order: Order,
+        schema: Schema,
         method: Method,
         unfrozen: Sequence[str] = (),
     ) -> Start:
         read = functools.partial(
-            Start.from_folder, folder, self.config, flat, order=order, method=method
+            Start.from_folder, folder, self.config, flat, order=order, schema=schema, method=method
         )
         return within(folder.storage, lambda: read(unfrozen=unfrozen))
 
-    def _start_again(self, start: Start, job: Job, unfrozen: tuple[str, ...]) -> Start:
+    def _start_again(
+        self, start: Start, job: Job, schema: Schema, unfrozen: tuple[str, ...]
+    ) -> Start:
         """Return the start from the newest checkpoint, with further parameters trained."""
         self.config = replace(self.config, run=replace(self.config.run, resume=True))
-        again = self._start_from(start.folder, start.flat, job.order, job.method, unfrozen)
+        again = self._start_from(start.folder, start.flat, job.order, schema, job.method, unfrozen)
         if new := again.flat.unfrozen[len(start.flat.unfrozen) :]:
             others = f" and {len(new) - 1} more" if len(new) > 1 else ""
             again.sentences[-1] = (
@@ -413,7 +419,7 @@ class Trainer:
         """
         job = replace(job, unfrozen=start.flat.unfrozen)
         examples, statistics = Examples(dataset.test), statistics_of(prepare)
-        recording = self._recording(job, start, view, examples, statistics)
+        recording = self._recording(job, start, view, examples, statistics, dataset.schema)
         if start.is_trained:
             test = Batches(dataset.test, prepare)
             evaluator = Evaluator(job, test, start.flat.non_trainable.arrays())
@@ -433,6 +439,8 @@ class Trainer:
         seed = self.config.training.seed
         if isinstance(self.data, str):
             return load(self.data, seed=seed, input=self.config.input)
+        if all(map(holds_images, parts)):
+            return from_hub(self.data, seed=seed, input=self.config.input)
         if all(map(is_map_style, parts)):
             return from_map_style(self.data, self.config)
         for part in parts:
@@ -527,6 +535,7 @@ class Trainer:
         view: RunView,
         examples: Examples,
         normalization: Mapping[str, Any] | None,
+        schema: Schema,
     ) -> Iterator[RunRecorder]:
         """Open the recorder, log the messages of the start, and close the recorder at the end."""
         config, folder, snapshot = self.config, start.folder, start.snapshot
@@ -535,7 +544,9 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(log.close)  # the panel, if the recorder cannot be opened
             # Before the first curve: without it a start counts as none, and can be repeated.
-            write = functools.partial(folder.write_config, config, normalization=normalization)
+            write = functools.partial(
+                folder.write_config, config, normalization=normalization, schema=schema
+            )
             within(folder.storage, write, log=log.event)
             recorder = RunRecorder(
                 config,

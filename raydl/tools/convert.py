@@ -1,199 +1,162 @@
-"""Converts a set of pictures or a table to Parquet in the layout of the Hugging Face hub.
+"""Converts a set of images or a table to Parquet in the layout of the Hugging Face hub.
 
-Encoded pictures, in files or in Parquet, are copied without decoding. Pictures in arrays become
+Encoded images, in files or in Parquet, are copied without decoding. Images in arrays become
 PNG, which is lossless.
 """
 
 from __future__ import annotations
 
 import io
+import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from PIL import Image
 
+from raydl.config import InputConfig
 from raydl.config.checks import require
 from raydl.data import files
 from raydl.data.atomic_folder import whole_folder, wording
-from raydl.data.binary import npz_parts
-from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, load_pictures, open_parts
+from raydl.data.datasets import describe
 from raydl.data.files import Place
-from raydl.data.images import ImageSet, checked_pair, labelled_files, shared_class_names
-from raydl.data.parquet import class_names_of, has_pictures, hub_metadata
-from raydl.data.row_groups import FileGroups
+from raydl.data.image_files import ImageFiles
+from raydl.data.part import Part, Ready
+from raydl.data.pieces import reading
+from raydl.data.schema import hub_metadata
+from raydl.data.sources import open_source
+from raydl.data.values import image_at, image_of
 from raydl.errors import DataError
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _THREADS = 8
-"""Threads that read or encode pictures: they overlap the latency of a remote store."""
-
-
-class Part(Protocol):
-    """A training set or a test set that is converted."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows, 1 or more."""
-        ...
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of all tables, with class names if known."""
-        ...
-
-    @property
-    def pictures(self) -> str | None:
-        """Name of the column of pictures, if there is one."""
-        ...
-
-    def tables(self, num_rows: int) -> Iterator[pa.Table]:
-        """Yield the rows in order, at most ``num_rows`` per table.
-
-        Raises:
-            DataError: if a row cannot be read or has a wrong label.
-        """
-        ...
+"""Threads that read or encode images: they overlap the latency of a remote store."""
 
 
 @dataclass(frozen=True)
-class EncodedPictures:
-    """Labelled pictures that are read or encoded one by one."""
+class ImageRows:
+    """Labelled images."""
 
-    labels: np.ndarray
-    """int64, shape [N]."""
-    class_names: tuple[str, ...]
-    encode: Callable[[int], tuple[bytes, str | None]]
-    """Return a picture of 0..N-1, encoded, and the name of its file."""
-    order: np.ndarray
-    """Numbers of the pictures in the order of writing, shape [N]."""
+    part: Part
+    order: np.ndarray | None = None
+    """Numbers of the samples in the order of writing; None: as they are stored."""
 
     @property
     def num_rows(self) -> int:
-        """Number of pictures."""
-        return len(self.labels)
+        """Number of images."""
+        return self.part.num_rows
 
     @property
     def schema(self) -> pa.Schema:
         """Columns ``image`` and ``label``, with the class names."""
-        return picture_schema(self.class_names)
-
-    @property
-    def pictures(self) -> str:
-        """The column ``image``."""
-        return "image"
+        label = {"names": list(self.part.schema["label"].names), "_type": "ClassLabel"}
+        features = {"image": {"_type": "Image"}, "label": label}
+        columns = {"image": _IMAGE, "label": pa.int64()}
+        return pa.schema(columns, metadata=hub_metadata(features))
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
         """Yield the rows in order, at most ``num_rows`` per table."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            for start in range(0, self.num_rows, num_rows):
-                rows = self.order[start : start + num_rows]
-                images = [{"bytes": b, "path": p} for b, p in pool.map(self.encode, rows.tolist())]
-                columns = [pa.array(images, _IMAGE), pa.array(self.labels[rows], pa.int64())]
+            for images, paths, labels in self._stored(num_rows):
+                encoded = pool.map(_encoded, images)
+                cells = [{"bytes": b, "path": p} for b, p in zip(encoded, paths, strict=True)]
+                columns = [pa.array(cells, _IMAGE), pa.array(labels, pa.int64())]
                 yield pa.Table.from_arrays(columns, schema=self.schema)
 
-    def shuffled(self, random: np.random.Generator) -> EncodedPictures:
-        """Return the same pictures in random order."""
-        return replace(self, order=random.permutation(self.num_rows))
+    def _stored(self, num_rows: int) -> Iterator[tuple[list[Any], list[str | None], np.ndarray]]:
+        """Yield (stored images, paths of their files, labels)."""
+        if self.part.is_grouped:
+            yield from self._of_groups(num_rows)
+            return
+        order = np.arange(self.num_rows) if self.order is None else self.order
+        for start in range(0, self.num_rows, num_rows):
+            rows = order[start : start + num_rows]
+            images, labels = dict[int, Any](), np.empty(len(rows), np.int64)
+            for places, ready in self.part.read_rows(rows):
+                labels[places] = ready.columns["label"]
+                here = self._images(ready, rows[places])
+                images.update(zip(places.tolist(), here, strict=True))
+            paths = [self._path(row) for row in rows.tolist()]
+            yield [images[place] for place in range(len(rows))], paths, labels
+
+    def _of_groups(self, num_rows: int) -> Iterator[tuple[list[Any], list[str | None], np.ndarray]]:
+        names, first = list(self.part.columns.values()), 0
+        for number, piece in enumerate(self.part.pieces):
+            for columns in piece.batches(names, num_rows):
+                ready = self.part.ready(number, columns)
+                labels = ready.columns["label"]
+                images = self._images(ready, np.arange(first, first + len(labels)))
+                yield images, _paths_in(columns[self.part.columns["image"]]), labels
+                first += len(labels)
+
+    def _images(self, ready: Ready, rows: np.ndarray) -> list[Any]:
+        """Return stored images, after a check of these rows."""
+        images = [image_at(ready.columns["image"], n) for n in range(len(rows))]
+        for n, image in enumerate(images):
+            problem = ready.bad.get(n) or ("it holds no image" if image is None else None)
+            problem = image if isinstance(image, Exception) else problem
+            if problem is not None:
+                raise self.part.error(int(rows[n]), problem)
+        return images
+
+    def _path(self, row: int) -> str | None:
+        """Return the name of the file that an image is, if it is one."""
+        is_file = isinstance(self.part.pieces[0], ImageFiles)
+        return posixpath.basename(self.part.where(row)) if is_file else None
+
+
+def _encoded(image: Any) -> bytes:
+    """Return an image as the file that it is, or of pixels as PNG."""
+    if isinstance(image, bytes):
+        return image
+    buffer = io.BytesIO()
+    image_of(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _paths_in(images: pa.Array | pa.ChunkedArray) -> list[str | None]:
+    is_file = pa.types.is_struct(images.type) and images.type.get_field_index("path") >= 0
+    paths: list[str | None] = pc.struct_field(images, "path").to_pylist() if is_file else []
+    return paths or [None] * len(images)
 
 
 @dataclass(frozen=True)
-class CopiedPart:
-    """Rows of files that are copied; columns of pictures get the names of the hub."""
+class TableRows:
+    """Rows of a table, which are copied with their types."""
 
-    groups: FileGroups
+    part: Part
 
     @property
     def num_rows(self) -> int:
         """Rows of all files."""
-        return sum(self.groups.sizes)
+        return self.part.num_rows
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns ``image`` and ``label`` for pictures, else the schema of the first file."""
-        if self.pictures:
-            return picture_schema(class_names_of(self.groups.schema))
-        return self.groups.schema
-
-    @property
-    def pictures(self) -> str | None:
-        """The column ``image``, if the rows are pictures."""
-        return "image" if has_pictures(self.groups.columns) else None
+        """The schema of the first file."""
+        first = self.part.pieces[0].arrow_schema  # type: ignore[attr-defined]
+        fields = [first.field(name) for name in self.part.columns]
+        plain = [f.with_type(getattr(f.type, "storage_type", f.type)) for f in fields]
+        return pa.schema(plain, metadata=first.metadata)
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
         """Yield the rows in order, at most ``num_rows`` per table."""
-        for name, tables in self.groups.tables(num_rows):
-            start = 0
-            for table in tables:
-                yield self._cast(table, name, start)
-                start += len(table)
-
-    def _cast(self, table: pa.Table, source: str, start: int) -> pa.Table:
-        if self.pictures:
-            arrays = _labelled(table, class_names_of(self.groups.schema), source, start)
-            return pa.Table.from_arrays(arrays, schema=self.schema)
-        try:
-            return table.select(self.schema.names).cast(self.schema)
-        except (pa.ArrowException, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            first = self.groups.files[0].name
-            raise DataError(source, f"does not have the columns of {first}: {reason}") from error
+        names = list(self.part.columns)
+        for piece in self.part.pieces:
+            for columns in piece.batches(names, num_rows):
+                table = pa.table({name: columns[name] for name in names})
+                with reading(piece.name, "does not have the types of the first file"):
+                    yield table.cast(self.schema)
 
 
-def _labelled(
-    table: pa.Table, names: Sequence[str] | None, source: str, start: int
-) -> tuple[pa.Array, pa.Array]:
-    """Return checked (pictures, labels) of a table; ``start`` is the row of its first in the file.
-
-    Raises:
-        DataError: if a column has another type or is null, or a label belongs to no class.
-    """
-    image, label = table.column_names
-    images, labels = (table[name].combine_chunks() for name in (image, label))
-    paths = pa.nulls(len(table), pa.string())
-    if pa.types.is_struct(images.type):
-        fields = {field.name for field in images.type}
-        # Unlike .field(), struct_field() returns null for the fields of a null struct.
-        paths = pc.struct_field(images, "path") if "path" in fields else paths
-        images = pc.struct_field(images, "bytes") if "bytes" in fields else images
-    if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
-        raise DataError(source, f"column {image!r} must hold encoded pictures, got {images.type}")
-    if not pa.types.is_integer(labels.type):
-        raise DataError(source, f"column {label!r} must hold integers, got {labels.type}")
-    for name, column in ((image, images), (label, labels)):
-        if column.null_count:
-            row = start + pc.index(pc.is_null(column), True).as_py()
-            raise DataError(source, f"column {name!r} is null in row {row}")
-    labels = labels.cast(pa.int64())
-    values, limit = labels.to_numpy(), len(names) if names else np.iinfo(np.int64).max
-    wrong = np.flatnonzero((values < 0) | (values >= limit))
-    if len(wrong):
-        rule, row = f"0 to {limit - 1}" if names else "0 or more", int(wrong[0])
-        raise DataError(source, f"row {start + row} has label {values[row]}; labels must be {rule}")
-    arrays = [images.cast(pa.binary()), paths.cast(pa.string())]
-    return pa.StructArray.from_arrays(arrays, fields=list(_IMAGE)), labels
+Rows = ImageRows | TableRows
 
 
-def picture_schema(class_names: Sequence[str] | None) -> pa.Schema:
-    """Return the schema of labelled pictures on the Hugging Face hub.
-
-    Args:
-        class_names: one name per class; None: unknown.
-    """
-    label: dict[str, Any] = {"dtype": "int64", "_type": "Value"}
-    if class_names:
-        label = {"names": list(class_names), "_type": "ClassLabel"}
-    features = {"image": {"_type": "Image"}, "label": label}
-    columns = {"image": _IMAGE, "label": pa.int64()}
-    return pa.schema(columns, metadata=hub_metadata(features))
-
-
-def read_parts(source: str, *, seed: int) -> dict[str, Part]:
+def read_parts(source: str, *, seed: int) -> dict[str, Rows]:
     """Return the parts of a source by name: train and, if the source has one, test.
 
     Args:
@@ -203,59 +166,18 @@ def read_parts(source: str, *, seed: int) -> dict[str, Part]:
     Raises:
         DataError: if the source cannot be read or is a text.
     """
-    layout = find_layout(source)
-    parts: Sequence[Part]
-    if layout.kind in WITH_GROUPS:
-        parts = [CopiedPart(groups) for groups in open_parts(layout, of_one_type=False)]
-    elif layout.kind == "folders":
-        parts = _of_folders(layout)
-    elif layout.kind == "text":
-        raise DataError(source, "is a text; only pictures and tables can be converted to Parquet")
-    else:
-        parts = [_of_set(images) for images in image_sets(layout, seed=seed)]
-    return dict(zip(("train", "test"), parts, strict=False))
-
-
-def image_sets(layout: Layout, *, seed: int) -> list[ImageSet]:
-    """Return [training set, test set], or [training set] if the source has no test set.
-
-    Raises:
-        DataError: if the pictures cannot be read.
-    """
-    if layout.kind == "npz":
-        train, test = npz_parts(layout.train[0])
-        if test is None:
-            return [train]
-        data = checked_pair(train, test, source=layout.name)
-    else:
-        data = load_pictures(layout, seed=seed)
-    return [part for part in (data.train, data.test) if isinstance(part, ImageSet)]
-
-
-def _of_set(images: ImageSet) -> EncodedPictures:
-    def encode(row: int) -> tuple[bytes, str | None]:
-        buffer, pixels = io.BytesIO(), images.images[row]
-        grey = len(pixels) == 1
-        Image.fromarray(pixels[0] if grey else np.moveaxis(pixels, 0, 2)).save(buffer, "PNG")
-        return buffer.getvalue(), None
-
-    order = np.arange(images.num_samples)
-    return EncodedPictures(images.labels, images.class_names, encode, order)
-
-
-def _of_folders(layout: Layout) -> list[EncodedPictures]:
-    parts = [labelled_files(place) for place in (*layout.train, *layout.test)]
-    all_names = shared_class_names([names for _, _, names in parts], source=layout.name)
-    return [_of_files(pictures, labels, all_names) for pictures, labels, _ in parts]
-
-
-def _of_files(
-    pictures: Sequence[Place], labels: np.ndarray, names: Sequence[str]
-) -> EncodedPictures:
-    def encode(row: int) -> tuple[bytes, str | None]:
-        return pictures[row].read(), pictures[row].basename
-
-    return EncodedPictures(labels, tuple(names), encode, np.arange(len(labels)))
+    found = open_source(source, input=InputConfig(), seed=seed)
+    if found.kind == "text":
+        raise DataError(source, "is a text; only images and tables can be converted to Parquet")
+    described = describe(found, input=InputConfig())
+    for problem in described.problems:
+        raise problem
+    parts = {"train": described.train, "test": described.test}
+    return {
+        name: ImageRows(part) if part.has_images else TableRows(part)
+        for name, part in parts.items()
+        if part is not None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +189,7 @@ class ConvertConfig:
     rows_per_file: int = 50_000
     """Rows of a file; the last file may have fewer."""
     shuffle: bool = False
-    """Write pictures in random order; not possible for Parquet and saved sets, which are copied."""
+    """Write images in random order; not possible for Parquet and saved sets, which are copied."""
     seed: int = 0
     """Seed of the random order and of synthetic data."""
 
@@ -322,20 +244,20 @@ def convert(
         return [_write(part, name, folder, config, on_rows) for name, part in parts.items()]
 
 
-def _shuffled(parts: dict[str, Part], source: str, seed: int) -> dict[str, Part]:
-    random, shuffled = np.random.default_rng(seed), dict[str, Part]()
+def _shuffled(parts: dict[str, Rows], source: str, seed: int) -> dict[str, Rows]:
+    random, shuffled = np.random.default_rng(seed), dict[str, Rows]()
     for name, part in parts.items():
-        if not isinstance(part, EncodedPictures):
+        if not isinstance(part, ImageRows) or part.part.is_grouped:
             raise DataError(
                 source,
                 "is Parquet or saved by datasets, which is copied in its own order; omit --shuffle",
             )
-        shuffled[name] = part.shuffled(random)
+        shuffled[name] = replace(part, order=random.permutation(part.num_rows))
     return shuffled
 
 
 def _write(
-    part: Part,
+    part: Rows,
     name: str,
     folder: Place,
     config: ConvertConfig,
@@ -386,10 +308,10 @@ def regrouped(tables: Iterable[pa.Table], sizes: Sequence[int]) -> Iterator[pa.T
         yield table.slice(0, size)
 
 
-def _write_file(file: Place, part: Part, groups: Iterator[pa.Table]) -> int:
+def _write_file(file: Place, part: Rows, groups: Iterator[pa.Table]) -> int:
     """Write a file, one row group per table, and return its size in bytes."""
-    # Encoded pictures rarely repeat: a dictionary, or minimum and maximum, would be useless.
-    plain = [name for name in part.schema.names if name != part.pictures]
+    # Encoded images rarely repeat: a dictionary, or minimum and maximum, would be useless.
+    plain = [f.name for f in part.schema if f.type != _IMAGE]
     with wording(file, "written"), file.filesystem.open_output_stream(file.path) as stream:
         writer = pq.ParquetWriter(
             stream, part.schema, use_dictionary=plain, write_statistics=plain or False

@@ -1,28 +1,18 @@
-"""Describes a data source from its footers, its labels and its first picture."""
+"""Describes a data source from its footers, its labels and its first image."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
 
 from raydl.config import InputConfig
-from raydl.data.datasets import WITH_GROUPS, Layout, find_layout, open_parts
-from raydl.data.images import (
-    ImageSet,
-    decode_one,
-    labelled_files,
-    mode_of,
-    shared_class_names,
-)
-from raydl.data.parquet import check_labels, class_names_of, has_pictures, integers_of
-from raydl.data.row_groups import FileGroups
-from raydl.data.table import arrays_of, row_bytes
+from raydl.data.datasets import Described, describe
+from raydl.data.image_files import ImageFiles
+from raydl.data.part import Part
+from raydl.data.sources import open_source
 from raydl.data.text import TokenSet, load_text
-from raydl.errors import DataError
-from raydl.tools.convert import image_sets
+from raydl.data.values import convert
 
 _LARGE_GROUP_BYTES = 64 << 20
 """Larger row groups cause a warning: a worker holds several row groups in memory."""
@@ -36,19 +26,19 @@ class PartInfo:
     name: str
     """train or test; train if the source has one part."""
     num_rows: int
-    """Pictures, rows of a table, or tokens of a text."""
+    """Images, rows of a table, or tokens of a text."""
     files: tuple[str, ...] = ()
     """Paths of the files; empty for class folders, which have too many."""
     group_rows: tuple[int, ...] = ()
     """Rows of each row group of Parquet, or record batch of a saved set."""
     group_bytes: tuple[int, ...] = ()
-    """Bytes of each of them, with pictures encoded and columns uncompressed."""
+    """Bytes of each of them, with images encoded and columns uncompressed."""
     class_counts: tuple[int, ...] = ()
     """Rows of each class."""
     num_unlabelled: int = 0
     """Rows whose label is missing or belongs to no class."""
     classes_per_group: float | None = None
-    """Mean number of different labels in a row group of pictures; None without row groups."""
+    """Mean number of different labels in a row group of images; None without row groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +60,12 @@ class SourceInfo:
     kind: str
     """parquet, saved, folders, idx, cifar, npz, text or synthetic."""
     holds: str
-    """pictures, table or text."""
+    """images, table or text."""
     parts: tuple[PartInfo, ...]
     has_test: bool
     """Whether the source has a test part; else a run splits off a tenth of the rows."""
-    picture_shape: tuple[int, ...] = ()
-    """(channels, height, width) of the first picture."""
+    image_shape: tuple[int, ...] = ()
+    """(channels, height, width) of the first image."""
     mode: str = ""
     """grey or RGB."""
     class_names: tuple[str, ...] = ()
@@ -92,27 +82,38 @@ class SourceInfo:
 def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
     """Return a description of a source; Parquet and class folders are read only in small part.
 
+    What a run would refuse in the source is among the warnings.
+
     Args:
         source: a source that ``raydl.data.load`` reads.
         input: settings of the input; None: the defaults.
 
     Raises:
-        DataError: if the source cannot be read.
+        DataError: if the source cannot be read, or is nothing that a run could begin with.
     """
-    config, layout = input or InputConfig(), find_layout(source)
-    if layout.kind == "text":
-        return _of_text(layout, source)
-    if layout.kind == "folders":
-        info = _of_folders(layout, source)
-    elif layout.kind in WITH_GROUPS:
-        info = _of_groups(layout, source, config)
-    else:
-        info = _of_sets(layout, source)
-    return replace(info, warnings=_warnings(info, config))
+    config = input or InputConfig()
+    found = open_source(source, input=config)
+    if found.kind == "text":
+        return _of_text(found.name, source)
+    described = describe(found, input=config).shaped(skips=True)
+    parts = {"train": described.train, "test": described.test}
+    info = SourceInfo(
+        source=source,
+        kind=found.kind,
+        holds="images" if described.train.has_images else "table",
+        parts=tuple(_part_of(name, part) for name, part in parts.items() if part is not None),
+        has_test=described.test is not None,
+        decoded_bytes=sum(part.decoded_bytes for part in parts.values() if part is not None),
+        is_streamed=described.streams(config),
+    )
+    info = _with_images(info, described) if described.train.has_images else _with_columns(
+        info, described.train, config
+    )  # fmt: skip
+    return replace(info, warnings=_warnings(info, described, config))
 
 
-def _of_text(layout: Layout, source: str) -> SourceInfo:
-    data = load_text(layout.name, context=1)
+def _of_text(name: str, source: str) -> SourceInfo:
+    data = load_text(name, context=1)
     train, test = (part for part in (data.train, data.test) if isinstance(part, TokenSet))
     return SourceInfo(
         source=source,
@@ -130,169 +131,64 @@ def _of_text(layout: Layout, source: str) -> SourceInfo:
     )
 
 
-def _of_folders(layout: Layout, source: str) -> SourceInfo:
-    listed = [labelled_files(place) for place in (*layout.train, *layout.test)]
-    class_names = list(shared_class_names([names for _, _, names in listed], source=source))
-    first = listed[0][0][0]
-    shape = _picture_shape(first.read(), None, source=first.name)
-    parts = [
-        PartInfo(
-            name=name,
-            num_rows=len(labels),
-            class_counts=_counts(labels, len(class_names)),
-        )
-        for name, (_, labels, _) in zip(("train", "test"), listed, strict=False)
-    ]
-    return _of_pictures(layout.kind, source, parts, class_names, shape)
-
-
-def _of_sets(layout: Layout, source: str) -> SourceInfo:
-    sets: list[ImageSet] = image_sets(layout, seed=0)
-    files = tuple(place.name for place in layout.train)
-    parts = [
-        PartInfo(
-            name=name,
-            num_rows=part.num_samples,
-            files=files,
-            class_counts=_counts(part.labels, part.num_classes),
-        )
-        for name, part in zip(("train", "test"), sets, strict=False)
-    ]
-    return _of_pictures(layout.kind, source, parts, sets[0].class_names, sets[0].image_shape)
-
-
-def _of_pictures(
-    kind: str,
-    source: str,
-    parts: Sequence[PartInfo],
-    class_names: Sequence[str],
-    shape: tuple[int, ...],
-    *,
-    is_streamed: bool = False,
-) -> SourceInfo:
-    return SourceInfo(
-        source=source,
-        kind=kind,
-        holds="pictures",
-        parts=tuple(parts),
-        has_test=len(parts) > 1,
-        picture_shape=shape,
-        mode={1: "grey", 3: "RGB"}.get(shape[0], ""),
-        class_names=tuple(class_names),
-        decoded_bytes=sum(part.num_rows for part in parts) * int(np.prod(shape)),
-        is_streamed=is_streamed,
-    )
-
-
-def _of_groups(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
-    groups = open_parts(layout, columns=config.columns_named)
-    parts = [_part_of(name, g) for name, g in zip(("train", "test"), groups, strict=False)]
-    num_train = parts[0].num_rows
-    if not has_pictures(groups[0].columns):
-        bytes_per_row = row_bytes(groups[0].read_first())
-        return SourceInfo(
-            source=source,
-            kind=layout.kind,
-            holds="table",
-            parts=tuple(parts),
-            has_test=len(groups) > 1,
-            columns=_columns(groups[0]),
-            decoded_bytes=sum(part.num_rows for part in parts) * bytes_per_row,
-            is_streamed=config.streams(lambda: num_train * bytes_per_row),
-        )
-    labels = [_labels(g) for g in groups]
-    class_names = _class_names(groups, labels)
-    parts = [
-        _with_classes(part, labels_of_part, len(class_names))
-        for part, labels_of_part in zip(parts, labels, strict=True)
-    ]
-    shape = _picture_shape(_first_picture(groups[0]), 0, source=groups[0].name(0))
-    is_streamed = config.streams(lambda: num_train * int(np.prod(shape)))
-    return _of_pictures(layout.kind, source, parts, class_names, shape, is_streamed=is_streamed)
-
-
-def _part_of(name: str, groups: FileGroups) -> PartInfo:
-    return PartInfo(
+def _part_of(name: str, part: Part) -> PartInfo:
+    info = PartInfo(
         name=name,
-        num_rows=sum(groups.sizes),
-        files=tuple(file.name for file in groups.files),
-        group_rows=groups.sizes,
-        group_bytes=tuple(groups.group_bytes()),
+        num_rows=part.num_rows,
+        files=tuple(x.name for x in part.pieces if not isinstance(x, ImageFiles)),
+        group_rows=part.sizes,
+        group_bytes=tuple(
+            size
+            for piece in part.pieces
+            if piece.groups
+            for size in piece.group_bytes(list(part.columns.values()))
+        ),
     )
+    return _with_classes(info, part) if part.has_images else info
 
 
-def _labels(groups: FileGroups) -> list[np.ndarray]:
-    """Return the labels of each row group, -1 for null, without reading other columns.
-
-    Raises:
-        DataError: if they are no integers.
-    """
-    check_labels(groups.schema, groups.columns, groups.source)
-    labels_only = groups.narrowed(groups.columns[1:])
-    columns = (labels_only.read(number)[0] for number in range(len(groups.sizes)))
-    return [integers_of(column.cast(pa.int64()).fill_null(-1)) for column in columns]
-
-
-def _class_names(groups: Sequence[FileGroups], labels: Sequence[list[np.ndarray]]) -> list[str]:
-    """Return the class names in the files, or 0, 1, ... up to the largest label."""
-    names = max((class_names_of(part.schema) or [] for part in groups), key=len)
-    largest = max(int(array.max()) for part in labels for array in part)
-    return names or [str(label) for label in range(largest + 1)]
-
-
-def _with_classes(part: PartInfo, labels: list[np.ndarray], num_classes: int) -> PartInfo:
-    """Return the part with statistics of its labels, which are given by row group."""
-    joined = np.concatenate(labels)
-    is_known = (joined >= 0) & (joined < num_classes)
-    different = [len(np.unique(array)) for array in labels]
+def _with_classes(info: PartInfo, part: Part) -> PartInfo:
+    """Return a part with statistics of its labels, without reading other columns."""
+    label, num_bad = part.schema["label"], 0
+    counts = np.zeros(len(label.names), np.int64)
+    different = []
+    for values in part.column("label"):
+        labels, bad = convert(values, label)
+        good = labels[np.setdiff1d(np.arange(len(labels)), list(bad))] if bad else labels
+        counts += np.bincount(good, minlength=len(label.names))
+        num_bad += len(bad)
+        different.append(len(np.unique(good)))
     return replace(
-        part,
-        class_counts=_counts(joined[is_known], num_classes),
-        num_unlabelled=int((~is_known).sum()),
-        classes_per_group=sum(different) / len(different),
+        info,
+        class_counts=tuple(counts.tolist()),
+        num_unlabelled=num_bad,
+        classes_per_group=sum(different) / len(different) if part.is_grouped else None,
     )
 
 
-def _counts(labels: np.ndarray, num_classes: int) -> tuple[int, ...]:
-    return tuple(np.bincount(labels, minlength=num_classes).tolist())
-
-
-def _first_picture(groups: FileGroups) -> bytes:
-    """Return the first picture, encoded, without reading a whole row group."""
-    image = groups.columns[0]
-    value = groups.narrowed([image]).read_first()[0][0].as_py()
-    data = value.get("bytes") if isinstance(value, dict) else value
-    if not isinstance(data, bytes):
-        file = groups.files[groups.index[0][0]]
-        raise DataError(file.name, f"column {image!r} must hold encoded pictures; row 0 has none")
-    return data
-
-
-def _picture_shape(data: bytes, row: int | None, *, source: str) -> tuple[int, ...]:
-    """Return (channels, height, width) of an encoded picture."""
-    mode = mode_of(data, row, source=source)
-    return decode_one(data, row, mode=mode, source=source).shape
-
-
-def _columns(groups: FileGroups) -> tuple[ColumnInfo, ...]:
-    row = groups.read_first()
-    return tuple(
-        ColumnInfo(name=name, type=str(row[name].type), shape=_shape(row.select([name])))
-        for name in row.column_names
+def _with_images(info: SourceInfo, described: Described) -> SourceInfo:
+    shape = described.train.shape
+    return replace(
+        info,
+        image_shape=shape.input_shape,
+        mode={1: "grey", 3: "RGB"}.get(shape.input_shape[0], ""),
+        class_names=shape.class_names,
     )
 
 
-def _shape(row: pa.Table) -> tuple[int, ...] | None:
-    """Return the shape of a table's only row, or None if it is not numeric."""
-    try:
-        (array,) = arrays_of(row, source="").values()
-    except DataError:
-        return None
-    return array.shape[1:]
+def _with_columns(info: SourceInfo, train: Part, config: InputConfig) -> SourceInfo:
+    stored, shapes = train.pieces[0].schema, train.shape.columns
+    columns = tuple(
+        ColumnInfo(name=name, type=stored[name].stored, shape=shapes.get(name))
+        for name in config.columns_named or stored
+    )
+    return replace(info, columns=columns)
 
 
-def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
-    warnings = [w for part in info.parts for w in _group_warnings(part, config)]
+def _warnings(info: SourceInfo, described: Described, config: InputConfig) -> tuple[str, ...]:
+    warnings = [f"a run refuses it: {problem}" for problem in described.problems]
+    warnings += described.notes
+    warnings += [w for part in info.parts for w in _group_warnings(part, config)]
     for part in info.parts:
         if part.num_unlabelled:
             warnings.append(
@@ -307,16 +203,10 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
                 f"({_CONVERT} --shuffle does it for class folders and arrays)"
             )
     warnings += _empty_classes(info)
-    unread = [column.name for column in info.columns if column.shape is None]
-    if unread:
-        warnings.append(
-            f"{', '.join(unread)}: a run cannot read columns that are not numeric; name the "
-            f"other columns with --input.columns"
-        )
-    if info.kind not in WITH_GROUPS and info.decoded_bytes > config.max_memory_bytes:
+    if not described.can_be_streamed and info.decoded_bytes > config.max_memory_bytes:
         warnings.append(
             f"takes {bytes_text(info.decoded_bytes)} decoded, more than input.max_memory_bytes, "
-            f"and only Parquet and saved datasets can be streamed; convert it with {_CONVERT}"
+            f"and arrays cannot be streamed; convert it with {_CONVERT}"
         )
     return tuple(warnings)
 

@@ -99,7 +99,7 @@ def test_the_settings_that_workers_receive_are_of_the_classes_that_they_import()
         (["--data", "no/such/place"], "no/such/place: there is no such file or folder"),
         (
             ["--data", "synthetic:80x1x2x2", "--model", "lenet"],
-            "model lenet: needs pictures of 4x4 or more, got 2x2",
+            "model lenet: needs images of 4x4 or more, got 2x2",
         ),
         (
             ["--data", "synthetic:40", "--batch-size", "41"],

@@ -429,7 +429,7 @@ def test_other_data_than_pictures_are_refused_before_anything_starts(tmp_path):
     }
     message = (
         "^input.augment must be none for texts of 16 tokens out of 65, got flip: it changes "
-        "pictures only$"
+        "images only$"
     )
     task = Classification(lambda shape, num_classes: torch.nn.Linear(16, num_classes))
     with pytest.raises(ConfigError, match=message):

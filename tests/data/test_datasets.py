@@ -258,25 +258,25 @@ def broken(tmp_path, case):
         ("empty folder", r"holds no data set: train-\*.parquet"),
         ("truncated parquet", "is not a whole Parquet file"),
         ("empty parquet", "holds no rows"),
-        ("no label column", "must have a column label or labels or fine_label, got image, class"),
-        ("null label", "column 'label' is null in row 1"),
-        ("negative label", "row 5 has label -1; labels must be 0 to 0"),
-        ("label beyond the names", "row 11 has label 7; labels must be 0 to 1"),
-        ("broken picture", "the picture in row 1 does not decode"),
-        ("no picture", "row 0 is not a picture"),
-        ("two sizes", "the picture in row 11 is 7x7, but the first one is 5x6"),
-        ("test of another size", "training pictures are 1x5x6 .* test pictures are 1x7x7"),
-        ("too few to split", "only 5 pictures: too few to split"),
+        ("no label column", "has no column of labels for the images in 'image', got image, class"),
+        ("null label", "row group 0, row 1: column 'label' is null"),
+        ("negative label", "row 5: column 'label' is -1; labels must be 0 to 0"),
+        ("label beyond the names", "row 11: column 'label' is 7; labels must be 0 to 1"),
+        ("broken picture", "row group 0, row 1: the image does not decode"),
+        ("no picture", "row group 0, row 0: it is not an image that Pillow knows"),
+        ("two sizes", "row 11: the image is 1x7x7, but the first one is 1x5x6; give all one"),
+        ("test of another size", "test-0.* holds images of 1x7x7, but elsewhere images of 1x5x6"),
+        ("too few to split", "only 5 images: too few to split"),
         ("idx cut off", "must hold 360 bytes after its header .* got 353"),
         ("idx magic", "must begin with 00000803 .* got 00000d03"),
-        ("idx labels", "has 12 pictures but 11 labels"),
+        ("idx labels", "has 12 images but 11 labels"),
         ("idx without test", "has IDX files for training .* no t10k"),
         ("gzip cut off", "is a truncated gzip file"),
         ("cifar cut off", "must hold whole rows of 3073 bytes .* got 3072"),
         ("npz of floats", "images must be uint8 pixels .* got float64"),
         ("npz without arrays", "must hold the arrays x_train, .* got a"),
         ("npz broken", "is not a whole .npz file"),
-        ("unknown file", "a single file must be .parquet or .npz"),
+        ("unknown file", "a single file must be .npz, .parquet"),
         ("glob without match", "no file matches"),
         ("synthetic misspelt", "must be written synthetic or synthetic:N"),
     ],
@@ -290,17 +290,17 @@ def test_broken_input_is_reported_in_one_sentence(tmp_path, case, sentence):
 @pytest.mark.parametrize(
     ("bad", "label", "sentence"),
     [
-        (b"not a picture", 0, "row 2 is not a picture"),
-        (png(pictures(1, (7, 7))[0]), 0, "the picture in row 2 is 7x7"),
-        (png(pictures(1)[0]), None, "column 'label' is null in row 2"),
-        (png(pictures(1)[0]), -1, "row 2 has label -1"),
+        (b"not a picture", 0, "it is not an image that Pillow knows"),
+        (png(pictures(1, (7, 7))[0]), 0, "the image is 1x7x7, but the first"),
+        (png(pictures(1)[0]), None, "column 'label' is null"),
+        (png(pictures(1)[0]), -1, "column 'label' is -1"),
     ],
 )
 def test_a_bad_sample_is_located_in_its_own_file(tmp_path, bad, label, sentence):
     good = [*map(png, pictures(4))]
     write_parquet(tmp_path / "train-0.parquet", good, [0] * 4)
     write_parquet(tmp_path / "train-1.parquet", [*good[:2], bad, good[3]], [0, 0, label, 0])
-    with pytest.raises(DataError, match=rf"train-1\.parquet, row group 0: {sentence}"):
+    with pytest.raises(DataError, match=rf"train-1\.parquet, row group 0, row 2: {sentence}"):
         load(str(tmp_path))
 
 
@@ -310,7 +310,7 @@ def test_a_picture_file_that_does_not_decode_is_named(tmp_path):
         for index, picture in enumerate(pictures(6)):
             (tmp_path / name / f"{index}.png").write_bytes(png(picture))
     (tmp_path / "dog" / "3.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match=r"dog/3\.png: it is not a picture"):
+    with pytest.raises(DataError, match=r"dog/3\.png: it is not an image"):
         load(str(tmp_path))
 
 

@@ -4,6 +4,7 @@ import collections
 import errno
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from raydl.config import (
 from raydl.data.ledger import Ledger
 from raydl.data.loader import Batches, Feed, positions_of
 from raydl.data.map_style import from_map_style, is_map_style
-from raydl.errors import DataError, failure_of_machine
+from raydl.errors import DataError, ShapeError, failure_of_machine
 from raydl.metrics import TimeParts
 
 LENGTH = 50
@@ -297,6 +298,38 @@ def test_samples_that_cannot_be_read_are_an_error_or_skipped():
     assert len(problems) == 2
 
 
+class Odd(Pictures):
+    """Images of which one is something else."""
+
+    def __init__(self, odd):
+        self.odd = odd
+
+    def __getitem__(self, number):
+        return self.odd if number == 37 else super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
+        ((torch.zeros(1, 4, 5), 1), "sample 37 is of shape [1, 4, 5] and [], but the first one of"),
+        (None, "sample 37 is None"),
+    ],
+)
+def test_a_sample_of_another_shape_or_none_is_named_or_skipped(odd, sentence):
+    with pytest.raises(DataError, match=re.escape(sentence)):
+        opened({"train": Odd(odd), "test": Pictures()}).train.fetch(np.arange(30, 40))
+    train = opened({"train": Odd(odd), "test": Pictures()}, on_bad_sample="skip").train
+    batch, rows, problems = train.fetch_readable(np.arange(30, 40))
+    assert (len(batch[0]), 37 in rows, len(problems)) == (9, False, 1)
+
+
+def test_four_measurements_of_a_sample_are_no_text(tmp_path):
+    data = torch_data.TensorDataset(torch.rand(150, 4), torch.randint(0, 3, (150,)))
+    trainer = raydl.Trainer("mlp", data, run=RunConfig(run_dir=str(tmp_path / "run")))
+    with pytest.raises(ShapeError, match="takes images, but the data are vectors of 4 numbers;"):
+        trainer.fit()
+
+
 class OpenedOnce(Points):
     """A set that opens its file at the first sample and cannot be pickled afterwards."""
 
@@ -373,7 +406,10 @@ class Texts(Points):
         (Texts(), "part 'text' is list; pass a DataLoader with a collate_fn, or remove the column"),
         ({"train": Points(), "eval": Points()}, "must be named train and test, got train, eval"),
         ({"train": Points(), "test": Points(0)}, "Points: holds no samples"),
-        ({"train": Points(), "test": Pictures()}, "trains on .* but tests on 1x4x4 pictures"),
+        (
+            {"train": Points(), "test": Pictures()},
+            "trains on vectors of 2 numbers but tests on 1x4x4 images",
+        ),
         (
             torch_data.DataLoader(
                 Points(), sampler=torch_data.WeightedRandomSampler([1.0] * LENGTH, LENGTH)

@@ -17,7 +17,7 @@ from raydl import cli
 from raydl.config import InputConfig
 from raydl.data import load
 from raydl.data.files import Place
-from raydl.data.saved_dataset import open_saved
+from raydl.data.saved_dataset import ArrowFile
 from raydl.errors import DataError
 from raydl.tools.convert import convert
 from raydl.tools.data_info import inspect
@@ -108,6 +108,14 @@ def test_a_table_has_a_column_per_feature_and_arrays_keep_their_shape(tmp_path):
     assert (batch["input_ids"].dtype, batch["grid"].dtype) == (torch.int64, torch.float32)
 
 
+@BOTH
+def test_a_table_keeps_labels_that_stand_for_no_class(tmp_path, input):
+    columns = {"x": [1.0] * 20, "label": pa.array([0, 1, -1, -100] * 5, pa.int64())}
+    data = load(save(tmp_path / "set", columns, {"label": CLASS}), input=input)
+    labels = data.train.fetch(np.arange(data.train.num_samples))["label"]
+    assert set(labels.tolist()) == {0, 1, -1, -100}
+
+
 def test_the_columns_of_the_sets_format_are_read(tmp_path):
     columns = {"x": [1.0] * 20, "text": ["a"] * 20}
     formatted = {"_format_type": "torch", "_format_columns": ["x"]}
@@ -138,13 +146,13 @@ def two_pictures():
     ("columns", "features", "wanted", "sentence"),
     [
         (picture_columns(20, "digit"), {}, "",
-         r"no column of labels for the pictures in 'image', got image, digit; name both"),
+         r"no column of labels for the images in 'image', got image, digit; name both"),
         (picture_columns(20, "fine", "coarse"), {"fine": CLASS, "coarse": CLASS}, "",
-         r"several columns of labels for the pictures in 'image', got fine, coarse; name both"),
+         r"several columns of labels for the images in 'image', got fine, coarse; name both"),
         (two_pictures(), {"mask": {"_type": "Image"}}, "",
-         r"several columns of pictures, image, mask; name one, and the labels, in input\.columns"),
+         r"several columns of images, image, mask; name one, and the labels, in input\.columns"),
         (picture_columns(20), {}, "image,digit", "must have a column digit, got image, label"),
-        ({"image": ["x"] * 9, "label": [0] * 9}, {}, "", "must hold encoded pictures, got string"),
+        ({"image": ["x"] * 9, "label": [0] * 9}, {}, "", "must hold encoded images, got string"),
         ({"x": []}, {}, "", "holds no rows"),
     ],
 )  # fmt: skip
@@ -199,18 +207,23 @@ def test_the_error_for_splits_without_train_lists_them(tmp_path):
 
 def test_a_set_on_another_file_system_is_read_alike(tmp_path):
     save_pictures(tmp_path / "set", num_files=2)
-    here = open_saved(Place(fs.LocalFileSystem(), str(tmp_path / "set"), "set"))
     base = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    there = open_saved(Place(base, "set", "set"))
-    assert there.starts == here.starts
-    assert there.read_all().equals(here.read_all())
-    assert there.name(4) == "set/data-00001-of-00002.arrow, record batch 1"
+    for number in (0, 1):
+        name = f"set/data-{number:05}-of-00002.arrow"
+        here = ArrowFile(Place(fs.LocalFileSystem(), str(tmp_path / name), name))
+        there = ArrowFile(Place(base, name, name))
+        assert there.starts == here.starts
+        names = ["image", "label"]
+        for group in range(3):
+            ours, theirs = (file.read_group(group, names) for file in (here, there))
+            assert all(ours[name].equals(theirs[name]) for name in names)
+        assert there.where(5) == f"{name}, record batch 1, row 1"
 
 
 def test_a_saved_set_is_described_and_converted_to_the_same_pictures(tmp_path):
     source = save_splits(tmp_path / "set", "train", "test")
     info = inspect(source)
-    assert (info.kind, info.holds, info.has_test) == ("saved", "pictures", True)
+    assert (info.kind, info.holds, info.has_test) == ("saved", "images", True)
     assert info.parts[0].group_rows == (4, 4, 4)
     convert(source, str(tmp_path / "out"))
     ours, theirs = load(source), load(str(tmp_path / "out"))
@@ -286,3 +299,27 @@ def test_folders_of_the_library_are_read_as_the_library_reads_them(real):
         for part in rows:
             for y, grid in zip(part["y"].tolist(), part["grid"], strict=True):
                 assert torch.equal(grid, by_y[y])
+
+
+@pytest.mark.processes  # its import takes seconds
+def test_a_dataset_in_memory_is_read_as_its_saved_folder(tmp_path):
+    import datasets
+
+    from raydl.data.hub import from_hub, holds_images
+
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    cells = [{"bytes": png_of(p), "path": None} for p in pictures(40)]
+    rows = {"image": cells, "label": [n % 2 for n in range(40)]}
+    data = datasets.Dataset.from_dict(rows, features=features).select(range(30))
+    data.save_to_disk(str(tmp_path / "saved"))
+    assert holds_images(data)
+    assert not holds_images(data.with_format("torch"))
+    ours, theirs = from_hub(data, seed=3, input=NEVER), load(str(tmp_path / "saved"), seed=3)
+    for part in ("train", "test"):
+        assert np.array_equal(getattr(ours, part).images, getattr(theirs, part).images)
+        assert np.array_equal(getattr(ours, part).labels, getattr(theirs, part).labels)
+    assert ours.train.class_names == ("no", "yes")
+    with pytest.raises(DataError, match="must be named train and test, got a, b"):
+        from_hub({"a": data, "b": data}, seed=0, input=NEVER)

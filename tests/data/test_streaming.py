@@ -5,6 +5,7 @@ import json
 import pickle
 import threading
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +21,14 @@ from raydl.core.reports import Losses
 from raydl.core.strategy import Round
 from raydl.core.worker_group import Collected
 from raydl.data import Batches, Dataset, load
-from raydl.data.images import decode_one
 from raydl.data.ledger import Claim, Ledger, share_round
 from raydl.data.loader import Feed
 from raydl.data.order import InBlocks
+from raydl.data.part import Part, Streamed
+from raydl.data.pieces import Piece
 from raydl.data.row_groups import GroupCache
-from raydl.data.table import StreamedTable
+from raydl.data.schema import Feature
+from raydl.data.values import Decoder
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import TimeParts
 from raydl.tasks import Classification, evaluate
@@ -95,11 +98,13 @@ def test_threads_decode_large_pictures_and_the_caller_decodes_small_ones(
         write_pictures(tmp_path / f"{part}-0.parquet", cells, np.arange(6) % 3)
     train, threads = load(str(tmp_path), input=STREAMED).train, []
 
-    def decode_and_note(*arguments, **more):
-        threads.append(threading.current_thread().name)
-        return decode_one(*arguments, **more)
+    decode = Decoder.decode
 
-    monkeypatch.setattr("raydl.data.streaming.decode_one", decode_and_note)
+    def decode_and_note(decoder, image):
+        threads.append(threading.current_thread().name)
+        return decode(decoder, image)
+
+    monkeypatch.setattr(Decoder, "decode", decode_and_note)
     train.fetch(np.arange(6))
     assert len(threads) == 6
     assert all(thread.startswith(by) for thread in threads)
@@ -170,33 +175,38 @@ def test_blocks_hold_the_requested_samples_or_one_row_group(block_samples):
 # reading
 
 
-class CountedGroups:
+class CountedGroups(Piece):
     """Row groups of given sizes that record their reads, and can delay or fail them."""
 
+    name = "counted"
+    schema: ClassVar = {"x": Feature("number", "float32")}
+
     def __init__(self, sizes):
-        self.sizes = sizes
+        self.groups, self.num_rows = sizes, sum(sizes)
         self.reads = []
         self.may_read = threading.Event()
         self.may_read.set()
         self.fails = False
 
-    def read(self, number):
+    def read_group(self, number, names):
         assert self.may_read.wait(10)
         self.reads.append(number)
         if self.fails:
-            raise DataError(self.name(number), "cannot be read")
-        return pa.table({"x": [float(number)] * self.sizes[number]})
+            raise DataError(f"row group {number}", "cannot be read")
+        return {"x": np.full(self.groups[number], number, np.float32)}
 
-    def name(self, number):
-        return f"row group {number}"
+    def where(self, row):
+        return f"row {row}"
 
-    def select(self, numbers):
-        raise AssertionError("nothing splits these row groups")
+
+def cached(groups):
+    """Return a cache of the numbers of groups."""
+    return GroupCache(groups.groups, lambda number: groups.read_group(number, ["x"]) and number)
 
 
 def test_a_row_group_is_read_once_while_prefetched_and_then_dropped():
     groups = CountedGroups([4] * 6)
-    cache = GroupCache(groups, lambda table, number: number)
+    cache = cached(groups)
     cache.prefetch(np.arange(8))
     assert [cache.get(n) for n in (0, 1, 0, 1)] == [0, 1, 0, 1]
     assert groups.reads == [0, 1]
@@ -208,7 +218,7 @@ def test_a_row_group_is_read_once_while_prefetched_and_then_dropped():
 def test_a_row_group_that_could_not_be_read_is_read_again_in_the_next_round():
     groups = CountedGroups([2] * 5)
     groups.fails = True
-    cache = GroupCache(groups, lambda table, number: number)
+    cache = cached(groups)
     cache.prefetch(np.arange(2))
     for _ in range(2):  # both samples of the group, which is read once
         with pytest.raises(DataError):
@@ -220,7 +230,7 @@ def test_a_row_group_that_could_not_be_read_is_read_again_in_the_next_round():
 
 
 def test_few_row_groups_that_were_not_prefetched_are_cached():
-    cache = GroupCache(CountedGroups([1] * 50), lambda table, number: number)
+    cache = cached(CountedGroups([1] * 50))
     for number in range(50):
         assert cache.get(number) == number
     assert len(cache._cached) <= 3
@@ -228,8 +238,8 @@ def test_few_row_groups_that_were_not_prefetched_are_cached():
 
 def test_memory_is_bounded_by_the_blocks_that_a_worker_reserves():
     groups = CountedGroups([10] * 40)
-    order = InBlocks(groups.sizes, 0, block_samples=20)
-    ledger, cache = Ledger(400, cuts=order.cuts), GroupCache(groups, lambda table, number: number)
+    order = InBlocks(groups.groups, 0, block_samples=20)
+    ledger, cache = Ledger(400, cuts=order.cuts), cached(groups)
     most = 0
     while ledger.epoch < 2:
         epoch, spans = ledger.claim("w0", 7)
@@ -243,9 +253,9 @@ def test_memory_is_bounded_by_the_blocks_that_a_worker_reserves():
 
 def test_a_worker_reads_its_own_row_groups_and_not_those_of_the_others():
     groups = CountedGroups([10] * 40)
-    order = InBlocks(groups.sizes, 0, block_samples=20)
+    order = InBlocks(groups.groups, 0, block_samples=20)
     ledger = Ledger(400, cuts=order.cuts)
-    caches = {w: GroupCache(groups, lambda table, number: number) for w in ("w0", "w1", "w2")}
+    caches = {w: cached(groups) for w in ("w0", "w1", "w2")}
     while ledger.epoch < 1:
         for worker_id, cache in caches.items():
             epoch, spans = ledger.claim(worker_id, 7)
@@ -328,7 +338,10 @@ def most_groups_cached(
 ):
     """Train workers in turn, like a synchronous method; return the most groups that one cached."""
     most = 0
-    tables = [StreamedTable(groups, shuffle_samples=block_samples) for _ in range(num_workers)]
+    part = Part((groups,), {"x": "x"}, groups.schema)
+    tables = [
+        Streamed(part, shuffle_samples=block_samples, num_threads=1) for _ in range(num_workers)
+    ]
     order = tables[0].order(0)
     feeds = [
         Feed(
@@ -357,7 +370,7 @@ def most_groups_cached(
                 rows = order.rows(epoch, positions)
                 assert (
                     batch["x"].tolist()
-                    == np.searchsorted(np.cumsum(groups.sizes), rows, "right").tolist()
+                    == np.searchsorted(np.cumsum(groups.groups), rows, "right").tolist()
                 )
                 most = max(most, len(tables[i]._groups._cached))
             ledger.complete(f"w{i}")
@@ -515,11 +528,11 @@ def bad_folder(tmp_path, how):
 
 
 SENTENCES = {
-    "cut off": "row group 3: the picture in row 2 does not decode",
-    "null": "row group 3: row 2 holds no picture",
-    "label": "row group 3: row 2 has label 9; labels must be 0 to 2",
-    "no label": "row group 3: row 2 has no label",
-    "size": "row group 3: the picture in row 2 is 1x5x4, but the first one is 1x4x4",
+    "cut off": "row group 3, row 2: the image does not decode",
+    "null": "row group 3, row 2: it holds no image",
+    "label": "row group 3, row 2: column 'label' is 9; labels must be 0 to 2",
+    "no label": "row group 3, row 2: column 'label' is null",
+    "size": "row group 3, row 2: the image is 1x5x4, but the first one is 1x4x4",
 }
 
 
@@ -549,7 +562,7 @@ def test_the_first_sample_may_be_the_bad_one(tmp_path, bad):
     cells[0] = cells[0][:-25] if bad == "cut off" else bad
     write_pictures(tmp_path / "train-0.parquet", cells, labels)
     write_pictures(tmp_path / "test-0.parquet", [encoded(p) for p in pictures(7)], labels[:7])
-    with pytest.raises(DataError, match=r"row group 0: .*row 0"):
+    with pytest.raises(DataError, match=r"row group 0, row 0: (it|the image) "):
         load(str(tmp_path), input=STREAMED)
     skips = InputConfig(stream="always", shuffle_samples=8, on_bad_sample="skip")
     data = load(str(tmp_path), input=skips)
@@ -635,8 +648,8 @@ def test_only_the_columns_that_are_named_are_read(tmp_path):
             "",
             "column 'note' must hold numbers, got string; name the columns",
         ),
-        ({"z": [[1.0]] * 19 + [[1.0, 2.0]]}, "", "column 'z' holds lists of 1 to 2 values"),
-        ({"z": [1.0] * 19 + [None]}, "", "column 'z' is null in row 19"),
+        ({"z": [[1.0]] * 19 + [[1.0, 2.0]]}, "", "row 4: column 'z' has 2 values, but others 1"),
+        ({"z": [1.0] * 19 + [None]}, "", "row group 3, row 4: column 'z' is null"),
         ({}, "x,w", "must have a column w, got x, y, n"),
     ],
 )

@@ -232,7 +232,7 @@ def test_the_data_determine_the_task_of_a_model():
         ("lenet", TEXTS, "model lenet: takes images, but the data are texts of 4 tokens out of "
                          "256; choose gpt-nano, gpt-mini, gpt2"),
         ("mlp", TEXTS, "model mlp: takes images or tables"),
-        ("gpt-nano", PICTURES, "model gpt-nano: takes texts, but the data are 1x8x8 pictures of 10 "
+        ("gpt-nano", PICTURES, "model gpt-nano: takes texts, but the data are 1x8x8 images of 10 "
                                "classes; choose lenet, lenet5, mlp"),
         ("lenet", DataShape((), 0, columns={"x": (), "y": ()}),
          "model lenet: needs a column to predict, but the data are rows of x, y: name it by "
@@ -287,7 +287,7 @@ def test_evaluating_a_run_on_a_text_gives_its_final_scores(run, capsys):
     scores = json.loads(capsys.readouterr().out)
     assert scores["loss"] == pytest.approx(before["center_loss"])
     assert set(scores) == {"loss", "accuracy", "perplexity"}
-    with pytest.raises(ShapeError, match="gpt-nano: takes texts"):
+    with pytest.raises(DataError, match="must have a column tokens, got image, label"):
         score_run(str(run), data="digits")
 
 

@@ -112,7 +112,7 @@ def test_the_smallest_pictures_are_accepted_and_smaller_ones_are_refused_in_a_se
     assert logits_on_meta(name, (3, smallest, smallest), 7).shape == (2, 7)
     if smallest > 1:
         side = smallest - 1
-        sentence = f"needs pictures of {smallest}x{smallest} or more, got 99x{side}$"
+        sentence = f"needs images of {smallest}x{smallest} or more, got 99x{side}$"
         with pytest.raises(ShapeError, match=sentence), torch.device("meta"):
             MODELS[name].build((3, 99, side), 7)
 
@@ -410,7 +410,7 @@ def fails(x):
         (
             lambda shape, classes: nn.Linear(3, 10),
             ShapeError,
-            "does not accept 1x8x8 pictures of 10",
+            "does not accept 1x8x8 images of 10",
         ),
         (lambda shape, classes: ModelWithOutput(fails), KeyError, "no such key"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from raydl.core.center import first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.worker_group import Collected
 from raydl.data.order import InBlocks, Shuffled
+from raydl.data.schema import Feature, to_json
 from raydl.errors import ConfigError, UnreadableCheckpointError
 from raydl.run.folder import RunFolder
 from raydl.run.resume import Start
@@ -39,11 +41,11 @@ def begin_and_resume(tmp_path, order, *, is_old=False):
     return resume_with(config, flat, order)
 
 
-def resume_with(config, flat, order):
+def resume_with(config, flat, order, schema=None):
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     folder = RunFolder(again)
     with folder.held(resume=True):
-        return Start.from_folder(folder, again, flat, order=order)
+        return Start.from_folder(folder, again, flat, order=order, schema=schema)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,47 @@ def test_a_run_resumes_with_its_samples_in_the_same_order(tmp_path):
 def test_a_run_does_not_resume_with_another_number_of_samples(tmp_path):
     with pytest.raises(ConfigError, match="has 24 training samples, but the run began with 23"):
         begin_and_resume(tmp_path, Shuffled(24, 0))
+
+
+LABELS = {"image": Feature("image", "uint8", (1, 4, 4)),
+          "label": Feature("class", "int64", names=("cat", "dog"))}  # fmt: skip
+
+
+def resume_data(tmp_path, before, now):
+    """Begin a run with data of one schema, and resume it with those of another."""
+    begin_and_resume(tmp_path, BEGAN)
+    path = tmp_path / "run/config.json"
+    content = json.loads(path.read_text())
+    content["schema"] = before
+    path.write_text(json.dumps({k: v for k, v in content.items() if (k, v) != ("schema", None)}))
+    config, flat = RunFolder(with_folder(tmp_path)).read_config(), FlatModel(torch.nn.Linear(2, 1))
+    return resume_with(config, flat, BEGAN, schema=now)
+
+
+def with_folder(tmp_path):
+    return TrainConfig(data="digits", run=RunConfig(run_dir=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(
+    ("now", "sentence"),
+    [
+        ({**LABELS, "label": Feature("class", "int64", names=("dog", "cat"))},
+         "began with: column 'label' names its classes dog, cat, but elsewhere cat, dog"),
+        ({**LABELS, "label": Feature("class", "int64", names=("cat", "dog", "owl"))},
+         "column 'label' has the class 'owl'"),
+        ({**LABELS, "image": Feature("image", "uint8", (3, 4, 4))}, "images of 3x4x4"),
+    ],
+)  # fmt: skip
+def test_a_run_does_not_resume_with_samples_of_another_kind(tmp_path, now, sentence):
+    assert resume_data(tmp_path, to_json(LABELS), LABELS).snapshot.progress.round == 1
+    config, flat = RunFolder(with_folder(tmp_path)).read_config(), FlatModel(torch.nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match=f"data is not what the run .*{sentence}"):
+        resume_with(config, flat, BEGAN, schema=now)
+
+
+def test_a_run_of_an_earlier_version_resumes_and_says_that_its_data_are_not_compared(tmp_path):
+    sentences = resume_data(tmp_path, None, LABELS).sentences
+    assert any("did not note what its data hold" in sentence for sentence in sentences)
 
 
 def test_a_checkpoint_without_the_name_of_its_order_can_be_resumed(tmp_path):

@@ -516,7 +516,7 @@ def test_a_users_network_needs_only_its_size_and_step_time(capsys):
         (["--network", "token-ring"], "network has no 'token-ring';"),
         (["--method", "sync-egsd"], "method.name has no 'sync-egsd'; did you mean sync-easgd"),
         (["--model", "lnet"], "model has no 'lnet'; did you mean lenet"),
-        (["--model", "lenet", "--data-shape", "1x2x2"], "model lenet: needs pictures of 4x4"),
+        (["--model", "lenet", "--data-shape", "1x2x2"], "model lenet: needs images of 4x4"),
         (["--data-shape", "28x28"], "data_shape must be CHANNELSxHEIGHTxWIDTH as in 1x28x28"),
         (["--parameters", "1000"], "step_s must be given with --parameters"),
         (["--step-s", "-1"], "step_s must be a positive number of seconds, got -1.0"),
