@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from raydl.ray_backend.user_group import init_collective_group
     from raydl.run.result import Result
     from raydl.run.trainer import Trainer
-    from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
+    from raydl.tasks import (
+        Classification,
+        LanguageModel,
+        LossFromForward,
+        ModelAndLoss,
+        Regression,
+    )
 
 _MODULES = {
     "Callback": "core.callbacks",
@@ -57,6 +63,7 @@ _MODULES = {
     "DataShape": "data",
     "LossFromForward": "tasks",
     "ModelAndLoss": "tasks",
+    "Regression": "tasks",
     "attach": "ray_backend.attach",
     "attach_trainer": "ray_backend.transformers_trainer",
     "LightningCallback": "ray_backend.lightning_callback",
@@ -82,6 +89,7 @@ __all__ = [
     "OptimizerConfig",
     "ParamGroup",
     "RaydlError",
+    "Regression",
     "Result",
     "RunConfig",
     "ScalingConfig",

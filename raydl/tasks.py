@@ -1,7 +1,7 @@
 """Tasks: a task builds the model, and computes the loss and the metrics of a batch.
 
-A task is picture classification, next-token prediction, a class with the methods of ``Task``, or a
-model with a loss. The training loop uses only the methods of ``Task``.
+A task is classification, regression, next-token prediction, a class with the methods of ``Task``,
+or a model with a loss. The training loop uses only the methods of ``Task``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,8 +22,9 @@ from raydl import models
 from raydl.config import TrainConfig
 from raydl.config.custom_code import HUGGING_FACE, hugging_face_folder, instantiate
 from raydl.data.generators import seed_everything
-from raydl.data.loader import Batches
-from raydl.data.samples import Batch, DataShape, num_samples_of
+from raydl.data.loader import Batches, Statistics, preparation_for
+from raydl.data.samples import Batch, Dataset, DataShape, Prepare, num_samples_of
+from raydl.data.scaling import TableScaler
 from raydl.data.target import IGNORED, Key, labels_of, shape_with_labels
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.models import ModelFactory
@@ -31,8 +32,9 @@ from raydl.models.hugging_face import LabelRule, LocalModel, label_rule_of
 
 __all__ = [
     "Batch", "Classification", "Counter", "DataShape", "Derives", "LanguageModel", "Metric",
-    "MetricSums", "Predicts", "Task", "build_model", "evaluate", "in_precision", "metric_sums",
-    "metrics_of", "predict", "shape_for", "sum_and_count", "task_for", "task_on",
+    "MetricSums", "Predicts", "Regression", "Task", "build_model", "evaluate", "in_precision",
+    "metric_sums", "metrics_of", "predict", "preparation", "shape_for", "sum_and_count", "task_for",
+    "task_on",
 ]  # fmt: skip
 
 
@@ -109,12 +111,13 @@ class ChecksOutput(Protocol):
 
 
 class Classification:
-    """Picture classification, with cross entropy as loss.
+    """Classification of images, or of rows of a table, with cross entropy as loss.
 
     Args:
         model: a name in ``raydl models``, ``torchvision:NAME``, ``module:function``, or a
             function of (image shape, number of classes) that returns a module with logits of
-            shape [B, num_classes].
+            shape [B, num_classes]. For a table with ``input.target`` the shape is (number of
+            inputs,).
         label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes;
             the metrics ignore it.
     """
@@ -129,13 +132,13 @@ class Classification:
         self._label_smoothing = label_smoothing
 
     def build_model(self, shape: DataShape) -> nn.Module:
-        """Return a new model for pictures of this shape.
+        """Return a new model for samples of this shape.
 
         Raises:
             ShapeError: if a model of the table does not take the data, or if the factory does not
                 take (image shape, number of classes).
         """
-        return _build(self._factory, self.name, shape)
+        return _build(self._factory, self.name, shape, shape.num_classes)
 
     def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
         """Compute the logits of some inputs and check their shape.
@@ -143,16 +146,8 @@ class Classification:
         Raises:
             ShapeError: if it is not [B, num_classes].
         """
-        expected = [len(inputs), shape.num_classes]
-        logits = model(inputs)
-        if not isinstance(logits, Tensor) or list(logits.shape) != expected:
-            is_tensor = isinstance(logits, Tensor)
-            returned = f"shape {list(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
-            raise ShapeError(
-                self.name,
-                f"must return logits of shape {expected} for {len(inputs)} samples of "
-                f"{shape.num_classes} classes, got {returned}",
-            )
+        of = f" of {shape.num_classes} classes"
+        _check_outputs(self.name, model, inputs, shape.num_classes, "logits", of)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy."""
@@ -174,6 +169,51 @@ class Classification:
         """Return the class with the highest logit, int64, shape [B]."""
         logits: Tensor = model(inputs)
         return logits.argmax(1)
+
+
+class Regression:
+    """Prediction of a number from the others of a table, with the squared error as loss.
+
+    Model and loss see the number with mean 0 and standard deviation 1 over the training set. The
+    metrics are ``loss``, the mean squared error in these units, so that 1 is that of the mean
+    alone; and ``absolute_error``, the mean absolute error in the units of the data.
+
+    Args:
+        model: a name in ``raydl models``, ``module:function``, or a function of ((number of
+            inputs,), 1) that returns a module with outputs of shape [B, 1].
+    """
+
+    def __init__(self, model: str | ModelFactory = "mlp") -> None:
+        self.name, self._factory = _named(model)
+        self._spread = 1.0
+
+    def build_model(self, shape: DataShape) -> nn.Module:
+        """Return a new model for a table of this shape, and learn the unit of its target.
+
+        Raises:
+            ShapeError: if a model of the table does not take the data.
+        """
+        self._spread = shape.spread
+        return _build(self._factory, self.name, shape, 1)
+
+    def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
+        """Compute the outputs for some inputs and check their shape.
+
+        Raises:
+            ShapeError: if it is not [B, 1].
+        """
+        _check_outputs(self.name, model, inputs, 1, "numbers")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean squared error."""
+        inputs, target = batch
+        return functional.mse_loss(model(inputs)[:, 0], target)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the summed squared error, and the summed absolute error in the data's units."""
+        inputs, target = batch
+        error = model(inputs)[:, 0] - target
+        return {"loss": (error**2).sum(), "absolute_error": error.abs().sum() * self._spread}
 
 
 class LanguageModel:
@@ -205,7 +245,7 @@ class LanguageModel:
         Raises:
             ShapeError: if a model of the table does not take the data.
         """
-        return _build(self._factory, self.name, shape)
+        return _build(self._factory, self.name, shape, shape.num_classes)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy over all positions."""
@@ -254,7 +294,7 @@ def build_model(task: Task, shape: DataShape, *, seed: int) -> nn.Module:
 
 
 def task_for(model: str | ModelFactory, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:
-    """Return the task for the data: next-token prediction for texts, else classification.
+    """Return the task for the data: next-token prediction, classification or regression.
 
     Args:
         model: a name in ``raydl models``, ``hf:FOLDER``, ``torchvision:NAME``,
@@ -272,8 +312,7 @@ def task_for(model: str | ModelFactory, shape: DataShape, *, label_smoothing: fl
                 f"must be 0 with {model}, got {label_smoothing}: the model computes its loss",
             )
         return HuggingFace(model)
-    is_text = len(shape.input_shape) == 1 and not shape.is_numeric
-    kind = LanguageModel if is_text else Classification
+    kind = LanguageModel if shape.kind == "texts" else Classification
     return kind(model, label_smoothing=label_smoothing)
 
 
@@ -289,13 +328,19 @@ def task_on(task: Task | None, shape: DataShape, config: TrainConfig) -> Task:
         ConfigError: if a custom task cannot be made, or label smoothing is set with a custom task.
     """
     smoothing = config.training.label_smoothing
-    if task is None and config.task == "auto":
+    if task is None and config.task in ("auto", "classification"):
         return task_for(config.model, shape, label_smoothing=smoothing)
     if smoothing:
         raise ConfigError(
             "training.label_smoothing",
-            f"must be 0 with your own task, got {smoothing}; smooth labels in the task",
+            f"must be 0 with your own task and regression, got {smoothing}: only classes are "
+            f"smoothed",
         )
+    if task is None and config.task == "regression":
+        if not shape.target:
+            problem = f"regression predicts a column of a table: name it by --target; got {shape}"
+            raise ConfigError("task", problem)
+        return Regression(config.model)
     if task is None and config.task.startswith(_OWN):
         return _made_again(config.task.removeprefix(_OWN), config.model)
     return checked_task(instantiate("task", config.task)) if task is None else task
@@ -314,6 +359,8 @@ def _made_again(name: str, model: str) -> Task:
     is_found = ":" in model or model in models.MODELS
     if name == "Classification" and is_found:
         return Classification(model)
+    if name == "Regression" and is_found:
+        return Regression(model)
     if name == "LanguageModel" and is_found:
         return LanguageModel(model)
     if name == "HuggingFace":
@@ -361,13 +408,30 @@ def _named(model: str | ModelFactory) -> tuple[str, ModelFactory]:
     return getattr(model, "__name__", "model"), model
 
 
-def _build(factory: ModelFactory, name: str, shape: DataShape) -> nn.Module:
-    known_shape = (
-        () if shape.is_numeric else shape.input_shape
-    )  # no model of the table takes numbers
-    models.require_fit(name, factory, known_shape, data=str(shape))
+def _build(factory: ModelFactory, name: str, shape: DataShape, num_outputs: int) -> nn.Module:
+    if shape.columns and not shape.target:
+        raise ShapeError(
+            name,
+            f"needs a column to predict, but the data are {shape}: name it by --target, or give "
+            f"your own task",
+        )
+    models.require_fit(name, factory, shape.kind, data=str(shape))
     _check_signature(factory, name)
-    return factory(shape.input_shape, shape.num_classes)
+    return factory((shape.num_inputs,) if shape.columns else shape.input_shape, num_outputs)
+
+
+def _check_outputs(
+    name: str, model: nn.Module, inputs: Tensor, num_outputs: int, what: str, of: str = ""
+) -> None:
+    """Raise a ShapeError if the outputs for some inputs are not of shape [B, num_outputs]."""
+    outputs, expected = model(inputs), [len(inputs), num_outputs]
+    is_tensor = isinstance(outputs, Tensor)
+    if not is_tensor or list(outputs.shape) != expected:
+        returned = f"shape {list(outputs.shape)}" if is_tensor else f"a {type(outputs).__name__}"
+        raise ShapeError(
+            name,
+            f"must return {what} of shape {expected} for {len(inputs)} samples{of}, got {returned}",
+        )
 
 
 def _check_signature(factory: Callable[..., object], name: str) -> None:
@@ -457,7 +521,33 @@ def shape_for(task: Task, batches: Batches) -> tuple[DataShape, str]:
     first = batches.batch(np.arange(min(2, batches.num_samples)))
     if own_count(task, first) is not None:
         return batches.samples.shape, ""
-    return shape_with_labels(batches, first)
+    shape, note = shape_with_labels(batches, first)
+    prepare = batches.prepare
+    if isinstance(prepare, TableScaler):
+        shape = replace(shape, spread=prepare.spread)
+    return shape, note
+
+
+def preparation(
+    task: Task, dataset: Dataset, config: TrainConfig, kept: Statistics | None = None
+) -> Prepare:
+    """Return the transform from the samples of a dataset to the batches of a task.
+
+    A task of raydl that predicts a column of a table gets (inputs, target), scaled; any other task
+    gets the columns as they are.
+
+    Args:
+        task: the task.
+        dataset: the dataset.
+        config: settings of the run.
+        kept: statistics by which the run has normalized so far; None: those of the training set.
+
+    Raises:
+        ConfigError: if ``input.augment`` is set and the data are not images.
+        DataError: as ``preparation_for``.
+    """
+    is_scaled = isinstance(task, Classification | Regression)
+    return preparation_for(dataset, config, scales_tables=is_scaled, kept=kept)
 
 
 def sum_and_count(task: str, name: str, value: Any) -> tuple[float, float | None]:

@@ -134,7 +134,7 @@ def _check(config: TrainConfig, working_dir: str) -> None:
     from raydl.faults import FaultPlan
     from raydl.tasks import Classification
 
-    if ":" not in config.model:  # else it is code, or a folder, of the cluster
+    if ":" not in config.model and config.model != "auto":  # else it is of the cluster, or the data
         Classification(config.model)
     names = config.method.name, config.optimizer.name, config.optimizer.lr_schedule
     if not any(":" in name for name in names):

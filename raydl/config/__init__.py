@@ -71,13 +71,14 @@ class TrainConfig:
     """All settings of one run."""
 
     data: str = "digits"
-    """Training data: digits, synthetic, or a path or URI (Parquet, a folder of
-    datasets.save_to_disk, IDX, CIFAR-10, npz, text, class folders)."""
-    model: str = "lenet"
-    """Network: a name that `raydl models` lists, torchvision:NAME, or your own module:function."""
+    """Training data: digits, synthetic, or a path or URI (Parquet, CSV, TSV, JSON lines, a folder
+    of datasets.save_to_disk, IDX, CIFAR-10, npz, text, class folders)."""
+    model: str = "auto"
+    """Network: auto (by the data: lenet, gpt-nano or mlp), a name that `raydl models` lists,
+    torchvision:NAME, or your own module:function."""
     task: str = "auto"
-    """Task: auto (by the data: picture classification or next-token prediction), or your own
-    module:Class."""
+    """Task: auto (by the data: classification or next-token prediction), classification,
+    regression, or your own module:Class."""
     training: TrainingConfig = TrainingConfig()
     """Length, batch size, precision and seed of the training."""
     method: MethodConfig = MethodConfig()

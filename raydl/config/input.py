@@ -17,6 +17,9 @@ AUGMENTATIONS = ("flip", "crop", "cutout")
 MODES = ("L", "RGB")
 """Modes of images: grayscale and color."""
 
+NULLS = ("refuse", "drop")
+"""Policies for a row of a table in a text file that lacks a value."""
+
 ON_BAD_SAMPLE = ("stop", "skip")
 """Policies for a sample that cannot be read."""
 
@@ -49,6 +52,12 @@ class InputConfig:
     span: str = ""
     """LOW,HIGH: the values that become black and white in images of more than 8 bits, as 0,65535;
     empty: such images are refused."""
+    target: str = field(default="", metadata={"flag": "target"})
+    """Column to predict from the others of a table; of images, the column of their classes. Empty:
+    a table is for a task of your own, and images have their usual column."""
+    nulls: str = "refuse"
+    """Policy for a row of CSV, TSV or JSON lines that lacks a value: refuse the file, or drop the
+    row."""
     stream: str = "auto"
     """Stream data sets of files instead of reading them at the start: always, never, or
     auto (sets larger than max_memory_bytes, and runs that skip bad samples)."""
@@ -96,7 +105,8 @@ class InputConfig:
         is_clear = "none" not in names and len(set(names)) == len(names)
         rule = f"none, or some of {', '.join(AUGMENTATIONS)}, each once"
         require(is_clear, "input.augment", rule, self.augment)
-        for name, choices in (("stream", STREAMS), ("on_bad_sample", ON_BAD_SAMPLE)):
+        policies = {"stream": STREAMS, "on_bad_sample": ON_BAD_SAMPLE, "nulls": NULLS}
+        for name, choices in policies.items():
             if getattr(self, name) not in choices:
                 raise UnknownNameError(f"input.{name}", getattr(self, name), choices)
         if self.mode not in ("", *MODES):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +31,12 @@ from raydl.data.samples import (
     as_they_are,
     to_device,
 )
-from raydl.errors import ConfigError
+from raydl.data.scaling import TableScaler, statistics_of_table
+from raydl.errors import ConfigError, DataError
 from raydl.metrics import TimeParts
+
+Statistics = Mapping[str, Any]
+"""Mean and standard deviation, ``mean`` and ``std``: of images by channel, of a table by column."""
 
 
 class Normalizer:
@@ -71,23 +77,40 @@ class Normalizer:
         return self.normalized(pictures), *others
 
 
-def statistics_of(prepare: Prepare) -> dict[str, list[float]] | None:
+def statistics_of(prepare: Prepare) -> Statistics | None:
     """Return mean and standard deviation by which a transform normalizes; None: it does not."""
     normalizer = prepare.prepare if isinstance(prepare, Augment) else prepare
-    return normalizer.statistics if isinstance(normalizer, Normalizer) else None
+    return normalizer.statistics if isinstance(normalizer, Normalizer | TableScaler) else None
 
 
-def preparation_for(dataset: Dataset, config: TrainConfig) -> Prepare:
+def preparation_for(
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    scales_tables: bool = False,
+    kept: Statistics | None = None,
+) -> Prepare:
     """Return the transform from the samples of a dataset to the input of a model.
 
-    It normalizes pictures and, for training, augments them by ``input.augment``.
+    It normalizes images and, for training, augments them by ``input.augment``.
+
+    Args:
+        dataset: the dataset.
+        config: settings of the run.
+        scales_tables: whether to make (inputs, target) of a table with a target.
+        kept: statistics by which the run has normalized so far; None: those of the training set.
 
     Raises:
-        ConfigError: if ``input.augment`` is set and the data are no pictures.
+        ConfigError: if ``input.augment`` is set and the data are not images.
+        DataError: if a table lacks a column that the run has, or its numbers have no mean.
     """
     names, train = config.input.augmentations, dataset.train
+    if scales_tables and train.shape.target and not names:
+        return _scaler(dataset, kept)
     normalizer = None
-    if isinstance(train, ImageSet):
+    if kept:
+        normalizer = Normalizer.from_statistics(kept)
+    elif isinstance(train, ImageSet):
         normalizer = Normalizer.of(train)
     elif isinstance(train, Streamed) and train.part.has_images:
         images, _ = train.fetch_readable(train.statistics_rows())[0]
@@ -100,6 +123,17 @@ def preparation_for(dataset: Dataset, config: TrainConfig) -> Prepare:
             f"must be none for {train.shape}, got {config.input.augment}: it changes images only",
         )
     return Augment(normalizer, names, seed=config.training.seed)
+
+
+def _scaler(dataset: Dataset, kept: Statistics | None) -> TableScaler:
+    shape = dataset.train.shape
+    statistics = kept or statistics_of_table(dataset.train)
+    sizes = {name: len(mean) for name, mean in statistics["mean"].items()}
+    for name, size in sizes.items():
+        if size != math.prod(shape.columns.get(name, (0,))):
+            problem = f"must have a column {name!r} of {size} numbers, as the run began with"
+            raise DataError(dataset.source, problem)
+    return TableScaler(shape.target, statistics)
 
 
 class Batches:

@@ -39,9 +39,24 @@ class DataShape:
     labels: str | int | None = None
     """Name or place in a batch of labels that ``raydl.data.target`` has found in the first samples;
     None: they have a usual name or place, or there are none."""
-
     is_numeric: bool = False
     """Whether a sample of one dimension holds numbers, not tokens."""
+    target: str = ""
+    """Column of a table to predict; "" if only the task knows what to do with the columns."""
+    spread: float = 1.0
+    """Standard deviation of a number to predict, over the training set."""
+
+    @property
+    def kind(self) -> str:
+        """What a sample is: images, texts or tables."""
+        if self.columns or self.is_numeric:
+            return "tables"
+        return "texts" if len(self.input_shape) == 1 else "images"
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers in the columns of a table from which its target is predicted."""
+        return sum(math.prod(s) for name, s in self.columns.items() if name != self.target)
 
     @property
     def has_labelled_pictures(self) -> bool:

@@ -1,7 +1,8 @@
 """Networks known by name: plain PyTorch, one file per family.
 
-Each is built from (channels, height, width) and the number of classes, or for texts from (tokens,)
-and the size of the vocabulary. The CIFAR variants also take small pictures of other data sets.
+Each is built from (channels, height, width) and the number of classes, for texts from (tokens,) and
+the size of the vocabulary, or for tables from (inputs,) and the number of outputs. The CIFAR
+variants also take small images of other data sets.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ class ModelRow:
     """Description, short enough for a row of a table."""
     source: str
     """Publication."""
+    takes_tables: bool = False
+    """Whether the input may also be a row of numbers."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of data that it takes: images, texts, tables."""
+        first = "texts" if self.reads_texts else "images"
+        return (first, "tables") if self.takes_tables else (first,)
 
     @property
     def reads_texts(self) -> bool:
@@ -128,8 +137,9 @@ MODELS: dict[str, ModelRow] = {
     "mlp": ModelRow(
         build=MLP,
         made_for=_DIGITS,
-        sentence="two hidden layers of 256 units",
+        sentence="two hidden layers of 256 units; for tables, too",
         source="raydl",
+        takes_tables=True,
     ),
     "alexnet": ModelRow(
         build=AlexNet,
@@ -203,26 +213,28 @@ def find(name: str) -> ModelFactory:
     return MODELS[name].build
 
 
-def require_fit(
-    name: str, factory: ModelFactory, input_shape: tuple[int, ...], *, data: str
-) -> None:
-    """Refuse texts, pictures or tables for a model of the table that takes another kind of data.
+USUAL = {"images": "lenet", "texts": "gpt-nano", "tables": "mlp"}
+"""Model by kind of data, if none is named."""
+
+
+def require_fit(name: str, factory: ModelFactory, kind: str, *, data: str) -> None:
+    """Refuse texts, images or tables for a model of the table that takes another kind of data.
 
     Args:
         name: name of the model.
         factory: factory of the model; only those of the table are checked.
-        input_shape: shape of one sample.
+        kind: kind of the data: images, texts or tables.
         data: description of the data, for the message.
 
     Raises:
         ShapeError: if the model takes another kind of data.
     """
     row = MODELS.get(name)
-    if row is None or row.build is not factory or len(row.made_for[0]) == len(input_shape):
+    if row is None or row.build is not factory or kind in row.kinds:
         return
-    takes = "texts" if row.reads_texts else "images"
-    fitting = [n for n, r in MODELS.items() if len(r.made_for[0]) == len(input_shape)]
-    hint = f"choose {', '.join(fitting[:3])}" if fitting else "they need your own task"
+    fitting = [n for n, r in MODELS.items() if kind in r.kinds]
+    takes = " or ".join(row.kinds)
+    hint = f"choose {', '.join(fitting[:3])}"
     raise ShapeError(name, f"takes {takes}, but the data are {data}; {hint}")
 
 

@@ -12,18 +12,19 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.config import TrainConfig
 from raydl.config.custom_code import hugging_face_folder
 from raydl.core.state_names import own_keys
-from raydl.data import Batches, Dataset, Normalizer, load, preparation_for
+from raydl.data import Batches, Dataset, load
 from raydl.data.generators import callers_generators_kept
 from raydl.data.schema import Schema
 from raydl.errors import DataError, UntrustedCodeError
 from raydl.run.folder import RunFolder, open_run, with_index_dir
 from raydl.storage import below
-from raydl.tasks import build_model, shape_for, task_on
+from raydl.tasks import build_model, preparation, shape_for, task_on
 from raydl.worker.evaluator import score
 
 _OWN_TASKS = (
-    "auto", "raydl.tasks:Classification", "raydl.tasks:HuggingFace", "raydl.tasks:LanguageModel",
-    "raydl.tasks:LossFromForward", "raydl.tasks:ModelAndLoss",
+    "auto", "classification", "regression", "raydl.tasks:Classification",
+    "raydl.tasks:HuggingFace", "raydl.tasks:LanguageModel", "raydl.tasks:LossFromForward",
+    "raydl.tasks:ModelAndLoss", "raydl.tasks:Regression",
 )  # fmt: skip
 """raydl's own tasks, which need no trust, as ``config.json`` names them."""
 
@@ -66,9 +67,7 @@ def score_run(
     dataset = _test_data(folder, config, data, schema)
     task = task_on(None, dataset.train.shape, config)
     torch.set_num_threads(1)
-    statistics = folder.normalization()
-    normalizer = Normalizer.from_statistics(statistics) if statistics else None
-    prepare = normalizer or preparation_for(dataset, config)
+    prepare = preparation(task, dataset, config, folder.normalization())
     shape, _ = shape_for(task, Batches(dataset.train, prepare))
     model = build_model(task, shape, seed=config.training.seed)
     try:

@@ -51,6 +51,7 @@ SUBMISSION = "RAYDL_SUBMISSION"
 """Environment variable with the id of the submission, for the drivers of all its attempts."""
 _FIXED_SETTINGS = (
     "data",
+    "input.target",
     "model",
     "training.seed",
     "training.batch_size",
@@ -76,7 +77,7 @@ class ConfigFile(_ConfigOfAll, total=False):
     """The content of ``config.json``; that of earlier versions lacks some."""
 
     redacted: list[str]
-    normalization: dict[str, list[float]] | None
+    normalization: dict[str, list[float]] | dict[str, dict[str, list[float]]] | None
     schema: dict[str, Any] | None
     commit: str | None
     submission: str | None
@@ -216,7 +217,7 @@ class RunFolder:
         self,
         config: TrainConfig,
         *,
-        normalization: Mapping[str, list[float]] | None = None,
+        normalization: Mapping[str, Any] | None = None,
         schema: Schema | None = None,
     ) -> None:
         """Write all settings, the versions of the packages, and the submission.
@@ -225,7 +226,8 @@ class RunFolder:
 
         Args:
             config: the settings.
-            normalization: mean and standard deviation per channel, by which images are normalized.
+            normalization: mean and standard deviation, by which images are normalized, per
+                channel, or the numbers of a table, per column.
             schema: what a sample of the data holds.
         """
         settings = to_dict(config)
@@ -249,10 +251,10 @@ class RunFolder:
         """
         return from_dict(TrainConfig, self._read_config()["config"])
 
-    def normalization(self) -> dict[str, list[float]] | None:
-        """Return mean and standard deviation by which the run normalizes pictures, per channel.
+    def normalization(self) -> Mapping[str, Any] | None:
+        """Return mean and standard deviation by which the run normalizes, as ``write_config``.
 
-        None: it has no pictures, or an earlier version wrote its ``config.json``.
+        None: it does not, or an earlier version wrote its ``config.json``.
 
         Raises:
             DataError: there is no run, or its settings cannot be read.

@@ -48,7 +48,7 @@ from raydl.core.reports import Outcome
 from raydl.core.rules import Rule
 from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
-from raydl.data import Batches, Dataset, Order, Prepare, load, preparation_for, statistics_of
+from raydl.data import Batches, Dataset, Order, Prepare, load, statistics_of
 from raydl.data.generators import callers_generators_kept
 from raydl.data.hub import from_hub, holds_images
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
@@ -88,6 +88,7 @@ from raydl.tasks import (
     OwnLoss,
     Task,
     checked_task,
+    preparation,
     shape_for,
     task_on,
 )
@@ -243,8 +244,9 @@ class Trainer:
     """Trains a task on data with workers that join and leave.
 
     Args:
-        task: the task, or the name of a model, which classifies pictures or predicts the next
-            token of a text, depending on the data; with ``loss`` a function that builds a model.
+        task: the task, or the name of a model, which classifies images or rows of a table or
+            predicts the next token of a text, depending on the data (``auto``: also the model);
+            with ``loss`` a function that builds a model.
         data: a source that ``raydl.data.load`` accepts, a loaded dataset, a map-style
             ``torch.utils.data.Dataset`` or a ``DataLoader`` of one, a ``ray.data.Dataset``, or two
             of one of the last three as ``{"train": ..., "test": ...}``; ``train`` may be an
@@ -269,7 +271,7 @@ class Trainer:
 
     def __init__(
         self,
-        task: Task | OwnFactory | str = "lenet",
+        task: Task | OwnFactory | str = "auto",
         data: Dataset | str | Any = "digits",
         *,
         method: MethodConfig | Rule | str = "sync-easgd",
@@ -329,15 +331,20 @@ class Trainer:
         self.config = config = filled_in(self.config, method)
         trackers.names_of(config.run.tracker)  # raises an error if there is none of a name
         dataset = self._load_data()
+        if config.model == "auto":
+            model = models.USUAL[dataset.train.shape.kind]
+            self.config = config = replace(config, model=model)
         task = task_on(self.task, dataset.train.shape, config)
         _check_batch_size(config, dataset)
-        prepare = preparation_for(dataset, config)
+        folder, kept = RunFolder(config), None
+        if config.run.resume:
+            kept = within(folder.storage, folder.normalization)
+        prepare = preparation(task, dataset, config, kept)
         batches = Batches(dataset.train, prepare)
         shape, note_on_labels = shape_for(task, batches)
         preflight = try_model(task, batches, shape, config, method)
         flat = preflight.flat
         faults = _read_faults(config)
-        folder = RunFolder(config)
         with entered_within(folder.storage, folder.held(resume=config.run.resume)):
             order = dataset.train.order(config.training.seed)
             start = self._start_from(folder, flat, order, dataset.schema, method)
@@ -529,7 +536,7 @@ class Trainer:
         start: Start,
         view: RunView,
         examples: Examples,
-        normalization: Mapping[str, list[float]] | None,
+        normalization: Mapping[str, Any] | None,
         schema: Schema,
     ) -> Iterator[RunRecorder]:
         """Open the recorder, log the messages of the start, and close the recorder at the end."""
@@ -584,6 +591,8 @@ def _as_task(
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
+        if task == "auto":
+            return None
         if hugging_face_folder(task) is not None:
             HuggingFace(task)  # raises an error if the folder has no model
             return None

@@ -237,11 +237,14 @@ def test_the_data_determine_the_task_of_a_model():
     [
         ("lenet", TEXTS, "model lenet: takes images, but the data are texts of 4 tokens out of "
                          "256; choose gpt-nano, gpt-mini, gpt2"),
-        ("mlp", TEXTS, "model mlp: takes images"),
+        ("mlp", TEXTS, "model mlp: takes images or tables"),
         ("gpt-nano", PICTURES, "model gpt-nano: takes texts, but the data are 1x8x8 images of 10 "
                                "classes; choose lenet, lenet5, mlp"),
         ("lenet", DataShape((), 0, columns={"x": (), "y": ()}),
-         "model lenet: takes images, but the data are rows of x, y; they need your own task"),
+         "model lenet: needs a column to predict, but the data are rows of x, y: name it by "
+         "--target, or give your own task"),
+        ("lenet", DataShape((), 2, columns={"x": (), "y": ()}, target="y"),
+         "model lenet: takes images, but the data are rows of x, y; choose mlp"),
     ],
 )  # fmt: skip
 def test_a_model_of_another_kind_of_data_is_refused_in_one_sentence(model, shape, sentence):

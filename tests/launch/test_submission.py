@@ -41,12 +41,12 @@ def error_of(capsys, *arguments):
 
 def test_a_run_without_a_folder_is_kept_in_the_heads_home_under_a_fixed_name():
     plan = plan_of("--epochs", "2")
-    assert plan.place == "~/raydl-runs/sync-easgd-lenet-20261121-150000"
+    assert plan.place == "~/raydl-runs/sync-easgd-auto-20261121-150000"
     assert plan.command() == (
         "exec python -m raydl train --epochs 2 "
-        '--run-dir "$HOME"/raydl-runs/sync-easgd-lenet-20261121-150000'
+        '--run-dir "$HOME"/raydl-runs/sync-easgd-auto-20261121-150000'
     )
-    assert "--run-name sync-easgd-lenet-20261121-150000 and --resume" in plan.how_to_continue
+    assert "--run-name sync-easgd-auto-20261121-150000 and --resume" in plan.how_to_continue
 
 
 @pytest.mark.parametrize(

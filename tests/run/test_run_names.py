@@ -43,7 +43,8 @@ def test_a_name_may_repeat_the_last_part_of_the_folder():
 
 def test_a_run_without_a_name_is_named_after_method_model_and_time():
     assert RunConfig().folder is None
-    assert folder_of().path.name.startswith("sync-easgd-lenet-2")
+    folder = RunFolder(TrainConfig(model="lenet"))
+    assert folder.path.name.startswith("sync-easgd-lenet-2")
 
 
 @pytest.mark.parametrize(

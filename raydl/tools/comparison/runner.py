@@ -92,7 +92,7 @@ def load_complete(run: Run) -> Run:
         return run
     before = _settings(RunFolder(run.config).read_config())
     for name, value in _settings(run.config).items():
-        if before[name] != value:
+        if before[name] != value and (name, value) != ("model", "auto"):
             problem = f"contains {run.folder}, which has {name} {before[name]} instead of {value}"
             raise ConfigError("out", f"{problem}; name another folder")
     return dataclasses.replace(run, figures=figures)
