@@ -112,8 +112,20 @@ def find(source: str) -> Place:
     return Place(filesystem, path, source)
 
 
-def glob(source: str) -> list[Place]:
-    """Return the files that match a path or URI with wildcards in its last part."""
+def matching(source: str) -> list[Place]:
+    """Return the place of a path or URI, or those that match it, if it has wildcards (``*``).
+
+    Only the last part may have them. A path that exists is meant as it is, whatever its name.
+
+    Raises:
+        DataError: if no file system serves the URI, or nothing matches the wildcards.
+    """
+    place = find(source)
+    if "*" not in source or place.is_dir() or place.is_file():
+        return [place]
     folder, pattern = parent_and_name(source)
-    place = find(folder or ".")
-    return place.children(pattern) if place.is_dir() else []
+    parent = find(folder or ".")
+    places = parent.children(pattern) if parent.is_dir() else []
+    if not places:
+        raise DataError(source, "no file matches")
+    return places

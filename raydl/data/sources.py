@@ -144,12 +144,9 @@ def open_source(source: str, *, input: InputConfig, seed: int = 0) -> Source:
 
 def _listing(source: str) -> Listing:
     """Return the files that a path, a URI or a glob names."""
-    if "*" in source:
-        places = files.glob(source)
-        if not places:
-            raise DataError(source, "no file matches")
-        return _named(source, places)
-    place = files.find(source)
+    place, *others = files.matching(source)
+    if others:
+        return _named(source, [place, *others])
     if place.is_dir():
         return list_folder(place)
     if place.is_file():

@@ -31,10 +31,7 @@ def open_text(source: str, input: InputConfig) -> Mapping[str, list[Piece]]:
     Raises:
         DataError: if it is missing, empty, too short, or not UTF-8.
     """
-    places = files.glob(source) if "*" in source else [files.find(source)]
-    if not places:
-        raise DataError(source, "no file matches")
-    sequence = [_text_file(place) for place in places]
+    sequence = [_text_file(place) for place in files.matching(source)]
     return pieces_of({"train": sequence}, source=source, input=input, least_vocabulary=NUM_BYTES)
 
 

@@ -1,6 +1,7 @@
 """Every kind of input is read, and broken input is an error with its reason."""
 
 import gzip
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_a_folder_a_glob_and_a_uri_of_parquet_are_the_same(hub):
     for other in others:
         assert np.array_equal(first.train.images, other.train.images)
         assert np.array_equal(first.test.labels, other.test.labels)
+
+
+@pytest.mark.parametrize("name", ["set*", "[v1]", "what?", "100%20", "x#y", "{a,b}"])
+def test_a_folder_that_exists_is_read_whatever_its_name(hub, tmp_path, name):
+    folder = tmp_path / "sets" / name
+    shutil.copytree(hub, folder)
+    (folder.parent / "set1").mkdir()
+    for source in (folder, f"{folder}/*.parquet"):
+        assert load(str(source)).train.num_samples == 12
 
 
 @pytest.mark.parametrize("test_file", ["test-0", "test_0", "validation-0", "test"])
