@@ -104,7 +104,7 @@ def _test_data(
 ) -> Dataset:
     source, seed = data or config.data, config.training.seed
     try:
-        return load(source, seed=seed, input=config.input, like=schema)
+        return load(source, seed=seed, input=config.input, like=schema, task=config.task)
     except DataError as error:
         if data or "data" not in folder.redacted_settings():
             raise

@@ -438,7 +438,8 @@ class Trainer:
             return self.data
         seed = self.config.training.seed
         if isinstance(self.data, str):
-            return load(self.data, seed=seed, input=self.config.input)
+            task = self.config.task
+            return load(self.data, seed=seed, input=self.config.input, task=task)
         if all(map(holds_images, parts)):
             return from_hub(self.data, seed=seed, input=self.config.input)
         if all(map(is_map_style, parts)):
@@ -453,7 +454,7 @@ class Trainer:
                 )
         from raydl.ray_backend.ray_data import from_ray  # imports Ray
 
-        return from_ray(self.data, seed=seed, input=self.config.input)
+        return from_ray(self.data, seed=seed, input=self.config.input, task=self.config.task)
 
     def _run(
         self,
