@@ -416,6 +416,12 @@ def _build(factory: ModelFactory, name: str, shape: DataShape, num_outputs: int)
             f"your own task",
         )
     models.require_fit(name, factory, shape.kind, data=str(shape))
+    if not num_outputs and shape.is_numeric:
+        raise ShapeError(
+            name,
+            f"needs the number of classes, but the data are {shape}: give the data set an "
+            f"attribute classes, or give your own task",
+        )
     _check_signature(factory, name)
     return factory((shape.num_inputs,) if shape.columns else shape.input_shape, num_outputs)
 

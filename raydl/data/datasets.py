@@ -24,14 +24,22 @@ _TEST_SHARE = 10
 """One in this many samples or groups is split off as test set."""
 _FEWEST_IMAGES = 10
 """Fewest images that are split."""
-_MOST_CLASSES = 100_000
+_MOST_CLASSES, _MOST_OF_TABLE = 100_000, 100
+"""Most classes; most that the integers of a table may mean, else they are amounts."""
+_CLASSIFICATION = ("auto", "classification", "raydl.tasks:Classification")
+_REGRESSION = ("regression", "raydl.tasks:Regression")
 _CHUNK = 1024
 """Samples to decode at once where all are read."""
 _DEFAULTS = InputConfig()
 
 
 def load(
-    source: str, *, seed: int = 0, input: InputConfig = _DEFAULTS, like: Schema | None = None
+    source: str,
+    *,
+    seed: int = 0,
+    input: InputConfig = _DEFAULTS,
+    like: Schema | None = None,
+    task: str = "auto",
 ) -> Dataset:
     """Return the training set and the test set of a source, decoded or streamed.
 
@@ -39,21 +47,23 @@ def load(
 
     Args:
         source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of
-            Parquet files (file, glob or folder), a folder of ``datasets.save_to_disk``, an IDX
-            folder, CIFAR's binary folder, an .npz file, a folder of class folders, or a text
-            (.txt, .md, or ``text:PATH`` for any other name), token files (.bin, .npy), or tar
-            files.
+            Parquet files (file, glob or folder), of CSV, TSV or JSON lines, a folder of
+            ``datasets.save_to_disk``, an IDX folder, CIFAR's binary folder, an .npz file, a folder
+            of class folders, a text (.txt, .md, or ``text:PATH`` for any other name), token files
+            (.bin, .npy), or tar files.
         seed: seed of the split and of synthetic data.
         input: settings of the input.
         like: what a sample must be, for a model that was trained on such samples: classes get the
             numbers of their names there.
+        task: ``TrainConfig.task``, on which depends whether a target is a class or a number.
 
     Raises:
         DataError: if the data are missing, empty, truncated, mislabelled or of unknown kind.
         UnknownNameError: if a bare word is neither a path nor a bundled set.
     """
     found = open_source(source, input=input, seed=seed)
-    return describe(found, input=input, like=like).dataset(seed=seed, input=input)
+    described = describe(found, input=input, like=like, task=task)
+    return described.dataset(seed=seed, input=input)
 
 
 @dataclass(frozen=True)
@@ -191,10 +201,12 @@ def _set_of(part: Part, arrays: dict[str, np.ndarray]) -> Samples:
     """Return samples in memory."""
     if part.has_images:
         return ImageSet(arrays["image"], arrays["label"], part.schema["label"].names)
-    return TableSet(arrays)
+    return TableSet(arrays, part.target, part.shape.class_names)
 
 
-def describe(found: Source, *, input: InputConfig, like: Schema | None = None) -> Described:
+def describe(
+    found: Source, *, input: InputConfig, like: Schema | None = None, task: str = "auto"
+) -> Described:
     """Return the parts of a source under one schema, with all that differs from it.
 
     No image is decoded. Of the samples only the labels are read, if the files do not name classes.
@@ -203,6 +215,7 @@ def describe(found: Source, *, input: InputConfig, like: Schema | None = None) -
         found: the source.
         input: settings of the input.
         like: see ``load``.
+        task: see ``load``.
 
     Raises:
         DataError: if there are no samples, the columns are not clear, or labels are no classes.
@@ -211,7 +224,9 @@ def describe(found: Source, *, input: InputConfig, like: Schema | None = None) -
     if "train" not in pieces:
         raise (*found.problems, DataError(found.name, "holds no rows"))[0]
     first = pieces["train"][0]
-    columns = columns_of(first.schema, input.columns_named, source=first.name)
+    columns = columns_of(first.schema, input.columns_named, source=first.name, target=input.target)
+    if like:  # the data to score may have more
+        columns = {name: stored for name, stored in columns.items() if name in like}
     schema = {name: first.schema[stored] for name, stored in columns.items()}
     problems, numbering = list(found.problems), dict[str, dict[int, np.ndarray]]()
     for part, some in pieces.items():
@@ -226,9 +241,13 @@ def describe(found: Source, *, input: InputConfig, like: Schema | None = None) -
         name: Part(tuple(some), columns, schema, decoder, numbering[name])
         for name, some in pieces.items()
     }
-    if "label" in schema and parts["train"].has_images:
-        label = _with_names(schema["label"], parts)
-        parts = {n: replace(p, schema={**schema, "label": label}) for n, p in parts.items()}
+    if parts["train"].has_images:
+        label = {"label": _with_names(schema["label"], parts)}
+        parts = {n: replace(part, schema={**schema, **label}) for n, part in parts.items()}
+    elif target := input.target:
+        label = {target: _of_target(parts, target, task)}
+        parts = {n: replace(part, schema={**schema, **label}, target=target)
+                 for n, part in parts.items()}  # fmt: skip
     test = parts.get("test")
     return Described(found.name, parts["train"], test, tuple(problems), tuple(found.notes), like)
 
@@ -254,7 +273,39 @@ def _compared(
     return problems, numbering
 
 
-def _with_names(label: Feature, parts: Mapping[str, Part]) -> Feature:
+def _of_target(parts: Mapping[str, Part], name: str, task: str) -> Feature:
+    """Return the feature of a column to predict from the others: a number, or a class.
+
+    Raises:
+        DataError: if it is neither, or it is not clear which of them.
+    """
+    train = parts["train"]
+    source, target = train.pieces[0].name, train.schema[name]
+    if len(train.schema) == 1:
+        raise DataError(source, f"has no column from which to predict {name!r}")
+    if target.kind != "number":
+        if task in _REGRESSION:
+            problem = f"column {name!r} must hold numbers for a regression, got {target}"
+            raise DataError(source, problem)
+        return _with_names(target, parts, name)
+    if task not in _CLASSIFICATION:
+        return target
+    if target.dtype == "bool":
+        return as_classes(target, ["0", "1"])
+    held = "fractions"
+    if target.dtype == "int64":
+        numbers = set[int]().union(*(_distinct(part, name) for part in parts.values()))
+        if min(numbers) >= 0 and max(numbers) < _MOST_OF_TABLE:
+            return _with_names(target, parts, name)
+        held = f"integers from {min(numbers):,} to {max(numbers):,}"
+    raise DataError(
+        source,
+        f"column {name!r} holds {held}, and classes are texts or integers from 0 to "
+        f"{_MOST_OF_TABLE - 1}: predict numbers by --task regression, or write classes as texts",
+    )
+
+
+def _with_names(label: Feature, parts: Mapping[str, Part], name: str = "label") -> Feature:
     """Return the feature of labels with the names of all classes.
 
     Without names in the files, classes are numbered up to the largest label, and those given as
@@ -264,17 +315,17 @@ def _with_names(label: Feature, parts: Mapping[str, Part]) -> Feature:
         DataError: if labels are no integers and no texts, are ids, or there are none.
     """
     train = parts["train"]
-    source, stored = train.pieces[0].name, train.columns["label"]
+    source, stored = train.pieces[0].name, train.columns[name]
     if label.names:
         return label
     if label.kind == "text" and not label.shape:
-        texts = _distinct(train)
+        texts = _distinct(train, name)
         _refuse_ids(len(texts), len(texts), source, stored)
         return as_classes(label, sorted(map(str, texts)))
     if label.dtype != "int64" or label.shape:
         problem = f"column {stored!r} must hold integers or texts, got {label.stored or label}"
         raise DataError(source, problem)
-    numbers: set[int] = set().union(*map(_distinct, parts.values()))
+    numbers: set[int] = set().union(*(_distinct(part, name) for part in parts.values()))
     largest = max(numbers, default=-1)
     if largest < 0:
         raise DataError(source, "must hold labels of 0 or more, got none: no classes to learn")
@@ -282,9 +333,9 @@ def _with_names(label: Feature, parts: Mapping[str, Part]) -> Feature:
     return as_classes(label, [str(number) for number in range(largest + 1)])
 
 
-def _distinct(part: Part) -> set[Any]:
+def _distinct(part: Part, name: str) -> set[Any]:
     """Return the different labels of a part; read only the column of labels."""
-    stored = part.columns["label"]
+    stored = part.columns[name]
     return set().union(*(piece.distinct(stored) for piece in part.pieces)) - {None}
 
 
@@ -300,9 +351,11 @@ def _refuse_ids(num_classes: int, num_distinct: int, source: str, column: str) -
 
 def _of_text(part: Part, name: str) -> DataError:
     """Return the problem of a column that a batch cannot hold."""
+    is_open = not part.has_images and not part.target
+    hint = "name the column to predict by --target, or " if is_open else "name "
     return DataError(
         part.pieces[0].name,
-        f"column {part.columns[name]!r} must hold numbers, got {part.schema[name].stored}; name "
+        f"column {part.columns[name]!r} must hold numbers, got {part.schema[name].stored}; {hint}"
         f"the columns to read in input.columns",
     )
 

@@ -61,6 +61,8 @@ class Part:
     """By number of the piece: the number of each class that the piece has numbered otherwise."""
     chosen: tuple[tuple[int, int], ...] | np.ndarray | None = None
     """Chosen groups, (piece, group), or numbers of chosen samples; None: all."""
+    target: str = ""
+    """Column of a table to predict, or ""."""
 
     @property
     def is_grouped(self) -> bool:
@@ -110,7 +112,8 @@ class Part:
             tokens = self.schema["tokens"]
             return DataShape((self._shape_of("tokens")[0] - 1,), tokens.vocabulary)
         columns = {name: self._shape_of(name) for name in self.schema}
-        return DataShape((), 0, columns=columns)
+        names = self.schema[self.target].names if self.target else ()
+        return DataShape((), len(names), names, columns=columns, target=self.target)
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(n for n in self.schema[name].shape if n is not None)
@@ -195,8 +198,9 @@ class Part:
                 if feature.kind == "image":
                     ready[name] = images_of(with_files(columns[stored], self.pieces[number].folder))
                     continue
-                # In a table -1 or -100 may stand for no class: its loss knows.
-                checked = feature if self.has_images else replace(feature, names=())
+                # In a table -1 or -100 may stand for no class: the loss of a user's task knows.
+                is_label = self.has_images or name == self.target
+                checked = feature if is_label else replace(feature, names=())
                 values, problems = convert(columns[stored], checked)
             except ValueError as error:
                 raise DataError(self.pieces[number].name, f"column {stored!r} {error}") from error

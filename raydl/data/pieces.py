@@ -44,6 +44,8 @@ class Piece(Protocol):
     """Samples of each group that is read as a whole, in order, each 1 or more; () if any samples
     can be read alone at little cost. It decides how the set is shuffled when it is streamed: in
     blocks of groups, or all samples."""
+    note: str = ""
+    """A sentence for the log of a run, or ""."""
 
     folder: Place | None = None
     """Folder below which images lie of which it has only the paths; None: it has no such images."""

@@ -200,7 +200,7 @@ def size_text(shape: Sequence[int | None]) -> str:
 
 def _numbers_alone(a: Feature, b: Feature) -> bool:
     """Whether classes that are named by their numbers meet numbers, or others named so."""
-    return _is_numbered(a.names) and b.dtype == "int64" and _is_numbered(b.names)
+    return _is_numbered(a.names) and b.dtype in ("int64", "bool") and _is_numbered(b.names)
 
 
 def _is_numbered(names: Sequence[str]) -> bool:
@@ -238,7 +238,7 @@ def columns_of(
         schema: the stored features.
         wanted: columns that the user names, which are used and no others; (): all that there are.
         source: the file, for messages.
-        target: column of the classes that the user names.
+        target: column to predict that the user names.
 
     Raises:
         DataError: if a column is missing, or it is not clear which holds the images or the classes.
@@ -249,7 +249,7 @@ def columns_of(
     names = list(wanted or schema)
     images = [name for name in names if schema[name].kind == "image"]
     if not images:
-        return {name: name for name in names}
+        return {name: name for name in dict.fromkeys([*names, *filter(None, [target])])}
     if len(images) > 1:
         raise DataError(
             source,

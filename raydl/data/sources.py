@@ -21,6 +21,7 @@ from raydl.data.pieces import Piece
 from raydl.data.saved_dataset import find_saved, open_saved
 from raydl.data.tar import Tar
 from raydl.data.text import TEXT_ENDINGS, open_text
+from raydl.data.text_table import CsvFile, JsonLines
 from raydl.data.token_files import TOKEN_ENDINGS, find_tokens, open_tokens
 from raydl.errors import DataError, UnknownNameError
 from raydl.storage import parent_and_name
@@ -87,6 +88,8 @@ KINDS = (
     Kind("folders", "a folder per class", (), open_image_files, find_image_files),
     Kind("tar", "tar files of WebDataset", (".tar", ".tar.gz", ".tgz"), each(Tar)),
     Kind("tokens", "token files", TOKEN_ENDINGS, open_tokens, find_tokens),
+    Kind("csv", "CSV or TSV", (".csv", ".tsv"), each(CsvFile)),
+    Kind("json", "JSON lines", (".jsonl", ".ndjson"), each(JsonLines)),
 )
 """In the order in which they are tried."""
 
@@ -130,7 +133,8 @@ def open_source(source: str, *, input: InputConfig, seed: int = 0) -> Source:
     refuse_unfinished(found.root / next((path for paths in parts.values() for path in paths), ""))
     found.keep(parts)
     pieces = kind.open(found, parts, input)
-    notes = [] if is_bundled else [found.note()]
+    notes = [piece.note for some in pieces.values() for piece in some]
+    notes += [] if is_bundled else [found.note()]
     if source == "digits" and not is_bundled:
         notes.append("digits is the folder ./digits, not the bundled set of that name")
     return Source(
@@ -180,7 +184,8 @@ def _unknown(found: Listing) -> DataError:
     return DataError(
         found.name,
         f"holds no data set: train-*.parquet, files of datasets.save_to_disk, IDX files, "
-        f"data_batch_*.bin, tar files, token files, or folders of images named by class{seen}",
+        f"data_batch_*.bin, tar files, token files, CSV, JSON lines, or folders of images named by "
+        f"class{seen}",
     )
 
 

@@ -20,9 +20,13 @@ class TableSet(InMemory):
 
     Attributes:
         columns: float32, int64 or bool, shape [N, ...].
+        target: column to predict, or "".
+        class_names: names of its classes, or () if it is a number.
     """
 
     columns: Columns
+    target: str = ""
+    class_names: tuple[str, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -32,7 +36,10 @@ class TableSet(InMemory):
     @property
     def shape(self) -> DataShape:
         """The shape of each column, to build a model for."""
-        return DataShape((), 0, columns={name: a.shape[1:] for name, a in self.columns.items()})
+        columns = {name: array.shape[1:] for name, array in self.columns.items()}
+        return DataShape(
+            (), len(self.class_names), self.class_names, columns=columns, target=self.target
+        )
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return ``{column: tensor}`` of these rows."""

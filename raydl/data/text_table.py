@@ -179,8 +179,9 @@ class CsvFile(TextTable):
         with reading(place.name, "cannot be read"):
             with place.filesystem.open_input_file(place.path) as stream:
                 head = _first_line(stream, place.name)
+            options = pa.csv.ParseOptions(**self._options)
             table = pa.csv.read_csv(
-                pa.BufferReader(head), parse_options=pa.csv.ParseOptions(**self._options)
+                pa.BufferReader(head.rstrip(b"\r\n") + b"\n"), parse_options=options
             )
         self._start, self._names = len(head), [name.strip() for name in table.column_names]
         if problem := _problem_of(self._names, head.decode(), delimiter):

@@ -79,7 +79,7 @@ class RayBlocks(Piece):
         return set().union(*_call_on_blocks(distinct, [(ref, name) for ref in self._refs]))
 
 
-def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
+def from_ray(data: Any, *, seed: int, input: InputConfig, task: str = "auto") -> Dataset:
     """Return Ray datasets as a streamed data set.
 
     Args:
@@ -95,7 +95,7 @@ def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
     if isinstance(data, Mapping) and set(data) != {"train", "test"}:
         raise DataError(_SOURCE, f"must be named train and test, got {', '.join(data)}")
     pieces = {part: [RayBlocks(of_part)] for part, of_part in parts.items()}
-    described = describe(Source(_SOURCE, "ray", pieces), input=input)
+    described = describe(Source(_SOURCE, "ray", pieces), input=input, task=task)
     return described.dataset(seed=seed, input=replace(input, stream="always"))
 
 

@@ -106,7 +106,7 @@ def _test_data(
     is_local = "://" not in folder.root
     input = with_index_dir(config.input, folder.root) if is_local else config.input
     try:
-        return load(source, seed=seed, input=input, like=schema)
+        return load(source, seed=seed, input=input, like=schema, task=config.task)
     except DataError as error:
         if data or "data" not in folder.redacted_settings():
             raise

@@ -440,7 +440,8 @@ class Trainer:
         seed = self.config.training.seed
         if isinstance(self.data, str):
             folder = self.config.run.folder or f"{RUNS}/new"
-            return load(self.data, seed=seed, input=with_index_dir(self.config.input, folder))
+            input = with_index_dir(self.config.input, folder)
+            return load(self.data, seed=seed, input=input, task=self.config.task)
         if all(map(holds_images, parts)):
             return from_hub(self.data, seed=seed, input=self.config.input)
         if all(map(is_map_style, parts)):
@@ -455,7 +456,7 @@ class Trainer:
                 )
         from raydl.ray_backend.ray_data import from_ray  # imports Ray
 
-        return from_ray(self.data, seed=seed, input=self.config.input)
+        return from_ray(self.data, seed=seed, input=self.config.input, task=self.config.task)
 
     def _run(
         self,

@@ -250,8 +250,8 @@ def broken(tmp_path, case):
         (tmp_path / "x.npz").write_bytes(b"nothing")
         return str(tmp_path / "x.npz")
     elif case == "unknown file":
-        (tmp_path / "x.csv").write_text("1,2")
-        return str(tmp_path / "x.csv")
+        (tmp_path / "x.xls").write_text("1,2")
+        return str(tmp_path / "x.xls")
     elif case == "glob without match":
         return f"{tmp_path}/*.parquet"
     elif case == "synthetic misspelt":
@@ -286,7 +286,7 @@ def broken(tmp_path, case):
         ("npz of floats", "images must be uint8 pixels .* got float64"),
         ("npz without arrays", "must hold the arrays x_train, .* got a"),
         ("npz broken", "is not a whole .npz file"),
-        ("unknown file", "a single file must be .bin, .npy, .npz, .parquet"),
+        ("unknown file", "a single file must be .bin, .csv, .jsonl"),
         ("glob without match", "no file matches"),
         ("synthetic misspelt", "must be written synthetic or synthetic:N"),
     ],

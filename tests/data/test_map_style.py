@@ -27,11 +27,13 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
+from raydl.data import DataShape
 from raydl.data.ledger import Ledger
 from raydl.data.loader import Batches, Feed, positions_of
 from raydl.data.map_style import from_map_style, is_map_style
 from raydl.errors import DataError, ShapeError, failure_of_machine
 from raydl.metrics import TimeParts
+from raydl.tasks import task_for
 
 LENGTH = 50
 
@@ -326,8 +328,13 @@ def test_a_sample_of_another_shape_or_none_is_named_or_skipped(odd, sentence):
 def test_four_measurements_of_a_sample_are_no_text(tmp_path):
     data = torch_data.TensorDataset(torch.rand(150, 4), torch.randint(0, 3, (150,)))
     trainer = raydl.Trainer("mlp", data, run=RunConfig(run_dir=str(tmp_path / "run")))
-    with pytest.raises(ShapeError, match="takes images, but the data are vectors of 4 numbers;"):
+    with pytest.raises(ShapeError, match="of classes, but the data are vectors of 4 numbers:"):
         trainer.fit()
+    data.classes = ["a", "b", "c"]
+    with pytest.raises(ShapeError, match="takes images, but the data are vectors of 4 numbers;"):
+        raydl.Trainer("lenet", data).fit()
+    shape = DataShape((4,), 3, is_numeric=True)
+    assert task_for("mlp", shape).build_model(shape)(torch.zeros(2, 4)).shape == (2, 3)
 
 
 class OpenedOnce(Points):

@@ -137,6 +137,7 @@ def test_columns_that_are_not_read_may_lack_values(opened):
 
 
 REFUSED = {
+    "one line": ("1,2", r"begin with a line that names its columns"),
     "no names": ("5.1,3.5,setosa\n4.9,3.0,setosa\n", r"begin with a line that names its columns"),
     "semicolons": ("a;b\n5,1;3,5\n", r"separate its columns by commas, got semicolons .* a;b"),
     "tabs": ("a\tb\n1\t2\n", r"by commas, got tabs"),
@@ -179,3 +180,24 @@ def test_time_and_memory_grow_with_the_rows_and_no_faster(opened):
     small, large = (opened("a,b\n" + "1.5,2\n" * n) for n in (50_000, 400_000))
     assert max(large.groups) <= 1.1 * max(small.groups)
     assert np.sum(large.groups) == 400_000
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.tsv", "table.jsonl"])
+def test_a_damaged_file_is_read_or_refused_in_one_sentence(opened, name):
+    random = np.random.default_rng(0)
+    rows = [{"a": n / 8, "b": n, "c": f"word{n}"} for n in range(30)]
+    text = "\n".join(map(json.dumps, rows))
+    if name != "table.jsonl":
+        comma = "," if name == "table.csv" else "\t"
+        text = "\n".join([comma.join("abc"), *(comma.join(map(str, r.values())) for r in rows)])
+    problems = []
+    for _ in range(100):
+        data = bytearray(text.encode())
+        for place in random.integers(0, len(data), 2):
+            data[place] = random.integers(0, 256)
+        try:
+            rows_of(opened(bytes(data[: random.integers(1, len(data))]), name))
+        except DataError as error:
+            problems.append(str(error))
+    assert problems
+    assert not any("\n" in problem for problem in problems)

@@ -151,16 +151,16 @@ def train(config: TrainConfig) -> Mapping[str, Any]:
     from raydl.run.trainer import Trainer
 
     trainer = Trainer.from_config(config)
-    trainer.data = _dataset(config.data, config.training.seed, config.input)
+    trainer.data = _dataset(config.data, config.training.seed, config.input, config.task)
     return trainer.fit().metrics
 
 
 @functools.lru_cache(maxsize=1)
-def _dataset(source: str, seed: int, input: InputConfig) -> Dataset:
+def _dataset(source: str, seed: int, input: InputConfig, task: str) -> Dataset:
     """Return the data, which all methods of a seed share."""
     from raydl.data import load
 
-    return load(source, seed=seed, input=input)
+    return load(source, seed=seed, input=input, task=task)
 
 
 def _check_inputs(config: TrainConfig) -> None:
@@ -168,7 +168,7 @@ def _check_inputs(config: TrainConfig) -> None:
     from raydl.run.trainer import Trainer
 
     Trainer.from_config(config)
-    _dataset(config.data, config.training.seed, config.input)
+    _dataset(config.data, config.training.seed, config.input, config.task)
 
 
 def _reason(error: Exception) -> str:
