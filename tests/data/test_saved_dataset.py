@@ -100,7 +100,7 @@ def test_a_table_has_a_column_per_feature_and_arrays_keep_their_shape(tmp_path):
     grid = pa.array([[[0.0, 1.0], [2.0, n]] for n in range(20)], pa.list_(pa.list_(pa.float64())))
     columns = {"input_ids": tokens, "grid": grid, "label": [0, 1] * 10, "text": ["a"] * 20}
     source = save(tmp_path / "set", columns, {"label": CLASS})
-    with pytest.raises(DataError, match=r"'text' must hold numbers, .*name the columns to read in"):
+    with pytest.raises(DataError, match=r"'text' must hold numbers, .*or the columns to read in"):
         load(source)
     data = load(source, input=InputConfig(columns="input_ids,grid,label"))
     assert data.train.shape.columns == {"input_ids": (2,), "grid": (2, 2), "label": ()}

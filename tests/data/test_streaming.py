@@ -646,7 +646,7 @@ def test_only_the_columns_that_are_named_are_read(tmp_path):
         (
             {"note": ["text"] * 20},
             "",
-            "column 'note' must hold numbers, got string; name the columns",
+            "column 'note' must hold numbers, got string; name the column to predict by --target",
         ),
         ({"z": [[1.0]] * 19 + [[1.0, 2.0]]}, "", "row 4: column 'z' has 2 values, but others 1"),
         ({"z": [1.0] * 19 + [None]}, "", "row group 3, row 4: column 'z' is null"),

@@ -514,7 +514,8 @@ def test_info_lists_the_columns_of_a_table_and_counts_the_tokens_of_a_text(tmp_p
         ("note", "string", None),
     ]
     assert found.warnings[0].endswith(
-        "column 'note' must hold numbers, got string; name the columns to read in input.columns"
+        "column 'note' must hold numbers, got string; name the column to predict by --target, or "
+        "the columns to read in input.columns"
     )
     np.save(tmp_path / "t.npy", np.arange(50, dtype=np.uint16))
     found = inspect(str(tmp_path / "t.npy"))
