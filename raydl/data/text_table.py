@@ -55,10 +55,10 @@ class TextTable(Piece):
         self._wanted = {*input.columns_named, input.target} if input.columns_named else None
         self._examples: dict[str, str] = {}
         with reading(self.name, "cannot be read"):
-            self._types = self._inferred()
+            self.arrow_schema = self._inferred()
             self._spans, self.groups = self._measured()
         self.num_rows = sum(self.groups)
-        self.schema = schema_of(self._types)
+        self.schema = schema_of(self.arrow_schema)
         for name, text in self._examples.items():
             stored = f"{self.schema[name].stored} such as {text!r}"
             self.schema[name] = replace(self.schema[name], stored=stored)
@@ -124,7 +124,7 @@ class TextTable(Piece):
 
     def _read(self, data: bytes) -> pa.Table:
         """Return the columns to read, without blanks around texts, and nulls for no value."""
-        types = pa.schema([field for field in self._types if self._is_wanted(field.name)])
+        types = pa.schema([field for field in self.arrow_schema if self._is_wanted(field.name)])
         table = self._parse(data, types)
         for number, field in enumerate(table.schema):
             if pa.types.is_string(field.type):
@@ -155,6 +155,10 @@ class TextTable(Piece):
             if len(table) != self.groups[number]:
                 raise DataError(self.name, "has changed since it was opened")
             return {name: table[name] for name in names}
+
+    def group_bytes(self, names: Sequence[str]) -> list[int]:
+        """Return the bytes of each block in the file, all columns included."""
+        return [length for _, length in self._spans]
 
     def where(self, row: int) -> str:
         """Return the file and the row, for messages."""

@@ -323,3 +323,13 @@ def test_data_info_describes_a_table_in_a_text_file(flowers):
     assert (info.kind, info.holds, info.parts[0].num_rows) == ("csv", "table", 150)
     assert [column.name for column in info.columns] == [*NAMES, "species"]
     assert any("--target" in warning for warning in info.warnings)
+    assert cli.main(["data", "info", "iris.csv"]) == 0
+
+
+def test_a_table_in_a_text_file_is_converted_to_parquet(flowers):
+    assert cli.main(["data", "convert", "iris.csv", "set"]) == 0
+    columns = [
+        load(source, input=InputConfig(target="species")).train.columns
+        for source in ("iris.csv", "set")
+    ]
+    assert all(np.array_equal(columns[0][name], columns[1][name]) for name in columns[0])
