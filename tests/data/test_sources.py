@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from image_files import make_pictures, png_of, write_idx, write_parquet
 
 import raydl
@@ -30,8 +31,12 @@ def test_the_module_of_data_is_there_after_import_raydl():
 def test_a_gzip_file_of_several_members_is_read_whole(tmp_path):
     parts = [b"first member. " * 2000, b"second member! " * 800]
     (tmp_path / "crawl.txt.gz").write_bytes(b"".join(map(gzip.compress, parts)))
-    data = load(f"text:{tmp_path}/crawl.txt.gz")
-    assert len(data.train.tokens) + len(data.test.tokens) == sum(map(len, parts))
+    (tmp_path / "crawl.txt").write_bytes(b"".join(parts))
+    packed, plain = (load(f"text:{tmp_path}/crawl.txt{ending}") for ending in (".gz", ""))
+    for part, other in ((packed.train, plain.train), (packed.test, plain.test)):
+        rows = np.arange(other.num_samples)
+        assert part.num_samples == other.num_samples > 0
+        assert torch.equal(part.fetch(rows)[0], other.fetch(rows)[0])
     for part in ("train", "t10k"):
         raw = write_idx(make_pictures(12))
         packed = gzip.compress(raw[:100]) + gzip.compress(raw[100:])
