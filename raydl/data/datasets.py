@@ -25,7 +25,7 @@ _TEST_SHARE = 10
 _FEWEST_IMAGES = 10
 """Fewest images that are split."""
 _MOST_CLASSES = 100_000
-_CHUNK = 1024
+_CHUNK = 256
 """Samples to decode at once where all are read."""
 _DEFAULTS = InputConfig()
 
