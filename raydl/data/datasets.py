@@ -30,7 +30,7 @@ _MOST_CLASSES, _MOST_OF_TABLE = 100_000, 100
 """Most classes; most that the integers of a table may mean, else they are amounts."""
 _CLASSIFICATION = ("auto", "classification", "raydl.tasks:Classification")
 _REGRESSION = ("regression", "raydl.tasks:Regression")
-_CHUNK = 1024
+_CHUNK = 256
 """Samples to decode at once where all are read."""
 _DEFAULTS = InputConfig()
 

@@ -407,31 +407,30 @@ class Streamed:
         self, encoded: list[tuple[int, Any, int]], values: Mapping[str, np.ndarray], bad: Bad
     ) -> None:
         """Decode images into their places."""
+        each = map if self._pool is None else self._pool.map
+        for (place, _, _), found in zip(encoded, each(self._pixels, encoded), strict=True):
+            if isinstance(found, Exception):
+                bad.setdefault(place, found)
+            else:
+                values["image"][place] = found
 
-        def decode(job: tuple[int, Any, int]) -> Exception | None:
-            place, column, row = job
-            image = image_at(column, row)
-            if isinstance(image, Exception):
-                return image
-            try:
-                pixels = self.part.decoder.decode(image)
-                if pixels.shape != images.shape[1:]:
-                    size, first = size_text(pixels.shape), size_text(images.shape[1:])
-                    raise ValueError(
-                        f"the image is {size}, but the first one is {first}; give all one size "
-                        f"by --input.image-size"
-                    )
-                images[place] = pixels
-            except ValueError as error:
-                return error
-            return None
-
-        if encoded:
-            images = values["image"]
-            each = map if self._pool is None else self._pool.map
-            for (place, _, _), error in zip(encoded, each(decode, encoded), strict=True):
-                if error is not None:
-                    bad.setdefault(place, error)
+    def _pixels(self, job: tuple[int, Any, int]) -> np.ndarray | Exception:
+        """Return the pixels of an image (place, images, row), or what is wrong with it."""
+        _, images, row = job
+        image = image_at(images, row)
+        if isinstance(image, Exception):
+            return image
+        try:
+            pixels = self.part.decoder.decode(image)
+        except ValueError as error:
+            return error
+        if pixels.shape == self.shape.input_shape:
+            return pixels
+        size, first = size_text(pixels.shape), size_text(self.shape.input_shape)
+        return ValueError(
+            f"the image is {size}, but the first one is {first}; give all one size by "
+            f"--input.image-size"
+        )
 
     def _is_decoded(self, images: Any) -> bool:
         """Whether images need no more than to be copied."""

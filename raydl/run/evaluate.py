@@ -17,6 +17,7 @@ from raydl.data.generators import callers_generators_kept
 from raydl.data.schema import Schema
 from raydl.errors import DataError, UntrustedCodeError
 from raydl.run.folder import RunFolder, open_run
+from raydl.run.resume import schema_of_run
 from raydl.storage import below
 from raydl.tasks import build_model, preparation, shape_for, task_on
 from raydl.worker.evaluator import score
@@ -61,7 +62,7 @@ def score_run(
     _require_trust(folder, config, trust)
     store = CheckpointStore(folder.storage)
     center = read_best(folder.storage)[0] if best else store.read_center()[0]
-    schema = folder.schema()
+    schema = schema_of_run(folder)
     if data and schema is None:
         note("an earlier version made the run and kept no names of its classes: labels are numbers")
     dataset = _test_data(folder, config, data, schema)

@@ -34,7 +34,6 @@ from raydl.checkpoint.figures import read_figures
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.config.typed import Count, typed
-from raydl.data.schema import Schema, from_json, to_json
 from raydl.errors import CheckpointError, ConfigError, DataError
 from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
@@ -212,7 +211,7 @@ class RunFolder:
         config: TrainConfig,
         *,
         normalization: Mapping[str, Any] | None = None,
-        schema: Schema | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> None:
         """Write all settings, the versions of the packages, and the submission.
 
@@ -222,14 +221,14 @@ class RunFolder:
             config: the settings.
             normalization: mean and standard deviation, by which images are normalized, per
                 channel, or the numbers of a table, per column.
-            schema: what a sample of the data holds.
+            schema: what a sample of the data holds, as ``raydl.data.schema.to_json`` has it.
         """
         settings = to_dict(config)
         values = {
             "config": redact_values(settings),
             "redacted": [name for name, v in dotted(settings).items() if has_credentials(v)],
             "normalization": normalization,
-            "schema": to_json(schema or {}),
+            "schema": schema or {},
             "versions": _versions(),
             "commit": _commit(),
             "submission": this_submission(),
@@ -255,19 +254,15 @@ class RunFolder:
         """
         return self._read_config().get("normalization")
 
-    def schema(self) -> Schema | None:
-        """Return what a sample of the run's data holds; empty: it is not known.
+    def schema(self) -> dict[str, Any] | None:
+        """Return what a sample of the run's data holds, for ``raydl.data.schema.from_json``.
 
-        None: an earlier version wrote its ``config.json``.
+        Empty: it is not known. None: an earlier version wrote its ``config.json``.
 
         Raises:
             DataError: there is no run, or its settings cannot be read.
         """
-        schema = self._read_config().get("schema")
-        try:
-            return None if schema is None else from_json(schema)
-        except ValueError as error:
-            raise DataError(self.root, f"its config.json is damaged: {error}") from error
+        return self._read_config().get("schema")
 
     def _read_config(self) -> ConfigFile:
         try:

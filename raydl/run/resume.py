@@ -20,8 +20,8 @@ from raydl.core.saved_state import reported_as_damage
 from raydl.core.stop_condition import StopCondition
 from raydl.data.ledger import check_state
 from raydl.data.order import Order
-from raydl.data.schema import Schema, compare
-from raydl.errors import CheckpointError, ConfigError, reading_error
+from raydl.data.schema import Schema, compare, from_json
+from raydl.errors import CheckpointError, ConfigError, DataError, reading_error
 from raydl.run.folder import RunFolder
 from raydl.storage import below, in_words
 
@@ -106,7 +106,7 @@ class Start:
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), flat, {}, 0.0, [])
         folder.load_earlier(config)
-        warnings = _refuse_other_data(folder.schema(), schema)
+        warnings = _refuse_other_data(schema_of_run(folder), schema)
         warnings += best.load_earlier() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
             _refuse_without_manifest(folder, store)
@@ -204,6 +204,19 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
             f"({name_before}), so some would be trained on twice; keep the settings of input, "
             f"and row groups or blocks, to resume",
         )
+
+
+def schema_of_run(folder: RunFolder) -> Schema | None:
+    """Return what a sample of a run's data holds; empty: not known; None: an earlier version's run.
+
+    Raises:
+        DataError: there is no run, or its settings cannot be read.
+    """
+    values = folder.schema()
+    try:
+        return None if values is None else from_json(values)
+    except ValueError as error:
+        raise DataError(folder.root, f"its config.json is damaged: {error}") from error
 
 
 def _refuse_other_data(before: Schema | None, now: Schema) -> list[str]:

@@ -52,7 +52,7 @@ from raydl.data.generators import callers_generators_kept
 from raydl.data.hub import from_hub, holds_images
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
-from raydl.data.schema import Schema
+from raydl.data.schema import Schema, to_json
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import STOP_COMMAND, ConfigError, DataError
@@ -546,7 +546,7 @@ class Trainer:
             stack.callback(log.close)  # the panel, if the recorder cannot be opened
             # Before the first curve: without it a start counts as none, and can be repeated.
             write = functools.partial(
-                folder.write_config, config, normalization=normalization, schema=schema
+                folder.write_config, config, normalization=normalization, schema=to_json(schema)
             )
             within(folder.storage, write, log=log.event)
             recorder = RunRecorder(

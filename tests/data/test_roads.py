@@ -1,4 +1,7 @@
-"""The same samples by every road: the same bits, order, class names and errors."""
+"""The same samples by every road: the same bits, order, class names and errors.
+
+A kind of source gets a row in ``FILES``, or in ``ALL`` if it holds decoded images.
+"""
 
 import json
 import pickle
@@ -141,6 +144,36 @@ def test_a_damaged_image_is_skipped_and_told_on_every_road(tmp_path, road):
     batch, rows, problems = data.train.fetch_readable(np.arange(COUNT))
     assert 13 not in rows
     assert (len(batch[0]), len(rows), len(problems)) == (COUNT - 1, COUNT - 1, 1)
+
+
+def damaged(data, random):
+    """Return a file that is cut short, or in which some bytes are others."""
+    made = bytearray(data)
+    if random.integers(3) == 0:
+        return bytes(made[: random.integers(len(made))])
+    for _ in range(random.integers(1, 8)):
+        made[random.integers(len(made))] = random.integers(256)
+    return bytes(made)
+
+
+@pytest.mark.parametrize(
+    ("road", "name"),
+    [("parquet", "train.parquet"), ("saved", "train/data-00000-of-00001.arrow"),
+     ("npz", "set.npz")],
+)  # fmt: skip
+def test_a_damaged_file_is_read_or_refused_in_one_sentence(tmp_path, road, name):
+    source, file, random = made(road, tmp_path), tmp_path / name, np.random.default_rng(0)
+    whole = file.read_bytes()
+    for number in range(16):
+        file.write_bytes(damaged(whole, random))
+        stream = ("never", "always")[number % 2]
+        try:
+            load(source, input=InputConfig(stream=stream)).train.fetch(np.arange(3))
+        except DataError as error:
+            refused = str(error)
+        else:
+            refused = ""
+        assert "\n" not in refused
 
 
 @pytest.mark.parametrize("road", ALL)
