@@ -27,7 +27,7 @@ from raydl.errors import DataError
 _BLOCK_BYTES = 1 << 18
 _FEWEST_LINES = 256
 """Lines of a block, about, if they are long."""
-_NO_VALUE = pa.array(["", "?"])
+_NO_VALUE = ("", "?")  # as an Arrow array it would import pandas, for all kinds of data
 """Texts that stand for no value; among numbers, PyArrow's ``NA``, ``NaN`` and others do, too."""
 _NUMBER = r"^[-+.\d][-+.,\deE]*$"
 _CODE = r"^\s*[-+]?0\d"
@@ -126,10 +126,11 @@ class TextTable(Piece):
         """Return the columns to read, without blanks around texts, and nulls for no value."""
         types = pa.schema([field for field in self.arrow_schema if self._is_wanted(field.name)])
         table = self._parse(data, types)
+        no_value, null = pa.array(_NO_VALUE), pa.scalar(None, pa.string())
         for number, field in enumerate(table.schema):
             if pa.types.is_string(field.type):
                 texts = pc.utf8_trim_whitespace(table[field.name])
-                known = pc.if_else(pc.is_in(texts, _NO_VALUE), pa.scalar(None, pa.string()), texts)
+                known = pc.if_else(pc.is_in(texts, no_value), null, texts)
                 table = table.set_column(number, field.name, known)
         return table
 
