@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydl.config import InputConfig
 from raydl.data.files import Place
-from raydl.data.pieces import Columns, Piece, reading
+from raydl.data.pieces import Columns, GroupedFile, reading
 from raydl.data.schema import schema_of
 
 _MOST_FOOTERS = 16
@@ -21,7 +20,7 @@ _footers: dict[object, pq.FileMetaData] = {}
 """Footers of the files that were read last: a set of many files has many, and each is large."""
 
 
-class ParquetFile(Piece):
+class ParquetFile(GroupedFile):
     """A Parquet file.
 
     Args:
@@ -32,6 +31,8 @@ class ParquetFile(Piece):
         DataError: if it is not a whole Parquet file.
     """
 
+    word = "row group"
+
     def __init__(self, place: Place, input: InputConfig | None = None) -> None:
         self.place, self.name, self._key = place, place.name, object()
         self.folder = place.parent
@@ -39,11 +40,7 @@ class ParquetFile(Piece):
             footer = self._footer(stream)
             self.arrow_schema = footer.schema.to_arrow_schema()
             self.schema = schema_of(self.arrow_schema)
-        sizes = [footer.row_group(n).num_rows for n in range(footer.num_row_groups)]
-        self._numbers = [number for number, size in enumerate(sizes) if size]
-        self.groups = tuple(size for size in sizes if size)
-        self._starts = np.cumsum([0, *self.groups])
-        self.num_rows = int(self._starts[-1])
+        self._set_sizes([footer.row_group(n).num_rows for n in range(footer.num_row_groups)])
 
     def _opened(self) -> pa.NativeFile:
         return self.place.filesystem.open_input_file(self.place.path)
@@ -71,15 +68,6 @@ class ParquetFile(Piece):
             file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in file.iter_batches(num_rows, columns=list(names)):
                 yield {name: batch[name] for name in names}
-
-    def name_of_group(self, number: int) -> str:
-        """Return the file and the row group, for messages."""
-        return f"{self.name}, row group {self._numbers[number]}"
-
-    def where(self, row: int) -> str:
-        """Return the file, the row group and the row in it, for messages."""
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return f"{self.name_of_group(number)}, row {row - self._starts[number]}"
 
     def group_bytes(self, names: Sequence[str]) -> list[int]:
         """Return the bytes of some columns in each row group, uncompressed."""

@@ -115,6 +115,29 @@ class Piece(Protocol):
         return found
 
 
+class GroupedFile(Piece):
+    """A piece whose file numbers its groups; those without samples are passed over."""
+
+    word: str
+    """What a group of the file is called, for messages."""
+
+    def _set_sizes(self, sizes: Sequence[int]) -> None:
+        """Set the groups by the samples of each group of the file."""
+        self._numbers = [number for number, size in enumerate(sizes) if size]
+        self.groups = tuple(size for size in sizes if size)
+        self._starts = np.cumsum([0, *self.groups])
+        self.num_rows = int(self._starts[-1])
+
+    def name_of_group(self, number: int) -> str:
+        """Return the file and its number of a group, for messages."""
+        return f"{self.name}, {self.word} {self._numbers[number]}"
+
+    def where(self, row: int) -> str:
+        """Return the file, the group and the row in it, for messages."""
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return f"{self.name_of_group(number)}, row {row - self._starts[number]}"
+
+
 @contextmanager
 def reading(name: str, problem: str) -> Iterator[None]:
     """Turn whatever a library raises at a damaged file into one sentence, ``NAME: PROBLEM: …``.

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
 from raydl.config import InputConfig
 from raydl.data.files import Place
 from raydl.data.listing import Listing, Parts
-from raydl.data.pieces import Columns, Piece, reading
+from raydl.data.pieces import Columns, GroupedFile, Piece, reading
 from raydl.data.schema import schema_of
 from raydl.errors import DataError
 
@@ -95,7 +94,7 @@ def _columns_of_format(place: Place, input: InputConfig) -> Sequence[str]:
     return () if is_all else state.get("_format_columns") or ()
 
 
-class ArrowFile(Piece):
+class ArrowFile(GroupedFile):
     """An Arrow file in the stream format; a local one is mapped while it is read.
 
     The format has no index, so a file in a store is read once to find its record batches.
@@ -108,6 +107,8 @@ class ArrowFile(Piece):
         DataError: if it is not a whole Arrow file.
     """
 
+    word = "record batch"
+
     def __init__(self, place: Place, names: Sequence[str] = ()) -> None:
         self.place, self.name, self.folder = place, place.name, place.parent
         with reading(self.name, "is not a whole Arrow file"), _opened(place) as stream:
@@ -119,12 +120,9 @@ class ArrowFile(Piece):
                 sizes.append(batch.num_rows)
             self.arrow_schema = reader.schema
         self.schema = {name: schema[name] for name in names or schema}
-        self._numbers = [number for number, size in enumerate(sizes) if size]
+        self._set_sizes(sizes)
         self.starts = tuple(starts)
         """Byte at which each record batch starts, and at last the one after all."""
-        self.groups = tuple(size for size in sizes if size)
-        self._rows = np.cumsum([0, *self.groups])
-        self.num_rows = int(self._rows[-1])
 
     def read_group(self, number: int, names: Sequence[str]) -> Columns:
         """Return some columns of a record batch."""
@@ -137,15 +135,6 @@ class ArrowFile(Piece):
             batch = pa.ipc.read_record_batch(stream, schema).select(list(names))
             batch.validate(full=True)  # a wrong offset would end the process
             return {name: _plain(batch[name]) for name in names}
-
-    def name_of_group(self, number: int) -> str:
-        """Return the file and the record batch, for messages."""
-        return f"{self.name}, record batch {self._numbers[number]}"
-
-    def where(self, row: int) -> str:
-        """Return the file, the record batch and the row in it, for messages."""
-        number = int(np.searchsorted(self._rows, row, side="right")) - 1
-        return f"{self.name_of_group(number)}, row {row - self._rows[number]}"
 
     def group_bytes(self, names: Sequence[str]) -> list[int]:
         """Return the bytes of each record batch, with all columns."""

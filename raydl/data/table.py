@@ -10,21 +10,18 @@ import torch
 
 from raydl.data.samples import Batch, DataShape, InMemory
 
-Columns = Mapping[str, np.ndarray]
-"""Arrays by column, shape [N, ...], with the rows as first dimension."""
-
 
 @dataclass(frozen=True)
 class TableSet(InMemory):
     """A table in memory.
 
     Attributes:
-        columns: float32, int64 or bool, shape [N, ...].
+        columns: arrays by name, float32, int64 or bool, shape [N, ...].
         target: column to predict, or "".
         class_names: names of its classes, or () if it is a number.
     """
 
-    columns: Columns
+    columns: Mapping[str, np.ndarray]
     target: str = ""
     class_names: tuple[str, ...] = ()
 
