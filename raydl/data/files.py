@@ -7,6 +7,7 @@ import posixpath
 import zlib
 from dataclasses import dataclass
 
+import pyarrow as pa
 from pyarrow import fs
 
 from raydl.errors import DataError
@@ -65,6 +66,10 @@ class Place:
             raise DataError(self.name, f"cannot be listed: {in_words(error)}") from error
         names = sorted(posixpath.basename(info.path) for info in infos)
         return [self / n for n in names if fnmatch.fnmatch(n, pattern) and not n.startswith(".")]
+
+    def open(self) -> pa.NativeFile:
+        """Open the file to read it at any place; the caller closes it."""
+        return self.filesystem.open_input_file(self.path)
 
     def read(self) -> bytes:
         """Return the whole file, decompressed if its name ends in .gz.

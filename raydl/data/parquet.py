@@ -36,14 +36,11 @@ class ParquetFile(GroupedFile):
     def __init__(self, place: Place, input: InputConfig | None = None) -> None:
         self.place, self.name, self._key = place, place.name, object()
         self.folder = place.parent
-        with reading(self.name, "is not a whole Parquet file"), self._opened() as stream:
+        with reading(self.name, "is not a whole Parquet file"), self.place.open() as stream:
             footer = self._footer(stream)
             self.arrow_schema = footer.schema.to_arrow_schema()
             self.schema = schema_of(self.arrow_schema)
         self._set_sizes([footer.row_group(n).num_rows for n in range(footer.num_row_groups)])
-
-    def _opened(self) -> pa.NativeFile:
-        return self.place.filesystem.open_input_file(self.place.path)
 
     def _footer(self, stream: pa.NativeFile) -> pq.FileMetaData:
         footer = _footers.get(self._key)
@@ -57,14 +54,14 @@ class ParquetFile(GroupedFile):
     def read_group(self, number: int, names: Sequence[str]) -> Columns:
         """Return some columns of a row group."""
         name = self.name_of_group(number)
-        with reading(name, "cannot be read"), self._opened() as stream:
+        with reading(name, "cannot be read"), self.place.open() as stream:
             file = pq.ParquetFile(stream, metadata=self._footer(stream))
             table = file.read_row_group(self._numbers[number], columns=list(names))
             return {name: table[name] for name in names}
 
     def batches(self, names: Sequence[str], num_rows: int) -> Iterator[Columns]:
         """Yield some columns in parts, without holding a whole row group in memory."""
-        with reading(self.name, "cannot be read"), self._opened() as stream:
+        with reading(self.name, "cannot be read"), self.place.open() as stream:
             file = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in file.iter_batches(num_rows, columns=list(names)):
                 yield {name: batch[name] for name in names}
@@ -72,7 +69,7 @@ class ParquetFile(GroupedFile):
     def group_bytes(self, names: Sequence[str]) -> list[int]:
         """Return the bytes of some columns in each row group, uncompressed."""
         wanted = set(names)
-        with reading(self.name, "cannot be read"), self._opened() as stream:
+        with reading(self.name, "cannot be read"), self.place.open() as stream:
             footer = self._footer(stream)
         groups = [footer.row_group(number) for number in self._numbers]
         places = [

@@ -148,7 +148,7 @@ def _opened(file: Place) -> Iterator[pa.NativeFile]:
         with pa.memory_map(file.path) as stream:
             yield stream
     else:
-        with file.filesystem.open_input_file(file.path) as stream:
+        with file.open() as stream:
             yield stream
 
 

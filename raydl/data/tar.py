@@ -68,8 +68,7 @@ class Tar(Piece):
     def read(self, rows: np.ndarray, names: Sequence[str]) -> Columns:
         """Return some of the files of some samples."""
         found: dict[str, list[bytes | str | int | Exception]] = {}
-        filesystem, path = self._place.filesystem, self._place.path
-        with reading(self.name, "cannot be read"), filesystem.open_input_file(path) as file:
+        with reading(self.name, "cannot be read"), self._place.open() as file:
             for name in names:
                 places = self._at[rows, self._names.index(name)].tolist()
                 contents = (file.read_at(size, start) for start, size in places)

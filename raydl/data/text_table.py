@@ -71,12 +71,9 @@ class TextTable(Piece):
     def _cut(self, data: bytes) -> int:
         """Return the end of the last whole row among some lines, or 0."""
 
-    def _opened(self) -> pa.NativeFile:
-        return self.place.filesystem.open_input_file(self.place.path)
-
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield (place in the file, bytes) of blocks of whole rows."""
-        with self._opened() as stream:
+        with self.place.open() as stream:
             start, length, size = self._start, _BLOCK_BYTES, stream.size()
             while start < size:
                 data = stream.read_at(length, start)
@@ -151,7 +148,7 @@ class TextTable(Piece):
     def read_group(self, number: int, names: Sequence[str]) -> Columns:
         """Return some columns of a block."""
         start, length = self._spans[number]
-        with reading(self.name, "cannot be read"), self._opened() as stream:
+        with reading(self.name, "cannot be read"), self.place.open() as stream:
             table = self._kept(self._read(stream.read_at(length, start)), sum(self.groups[:number]))
             if len(table) != self.groups[number]:
                 raise DataError(self.name, "has changed since it was opened")
@@ -182,7 +179,7 @@ class CsvFile(TextTable):
         delimiter = "\t" if place.path.lower().endswith(".tsv") else ","
         self._options = {"delimiter": delimiter, "newlines_in_values": True}
         with reading(place.name, "cannot be read"):
-            with place.filesystem.open_input_file(place.path) as stream:
+            with place.open() as stream:
                 head = _first_line(stream, place.name)
             options = pa.csv.ParseOptions(**self._options)
             table = pa.csv.read_csv(
