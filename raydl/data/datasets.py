@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,35 @@ def load(
     found = open_source(source, input=input, seed=seed)
     described = describe(found, input=input, like=like, task=task)
     return described.dataset(seed=seed, input=input)
+
+
+def load_each(
+    data: Any, piece_of: Callable[[Any], Piece], *, seed: int, input: InputConfig, task: str
+) -> Dataset:
+    """Return the training set and the test set of a data set in Python.
+
+    Args:
+        data: the set, a tenth of which becomes the test set, or ``{"train": ..., "test": ...}``.
+        piece_of: makes a piece of such a set.
+        seed: seed of that split.
+        input: how samples are read.
+        task: see ``load``.
+
+    Raises:
+        DataError: see ``load``.
+    """
+    parts = data if isinstance(data, Mapping) else {"train": data}
+    if isinstance(data, Mapping):
+        check_parts(data)
+    pieces = {name: [piece_of(part)] for name, part in parts.items()}
+    described = describe(Source(pieces["train"][0].name, "", pieces), input=input, task=task)
+    return described.dataset(seed=seed, input=input)
+
+
+def check_parts(data: Mapping[str, Any]) -> None:
+    """Raise DataError unless data sets are named train and test."""
+    if set(data) != {"train", "test"}:
+        raise DataError("data", f"must be named train and test, got {', '.join(data)}")
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,15 @@
-"""A ``datasets.Dataset`` of images: its own Arrow rows, by the road of its saved folder."""
+"""A ``datasets.Dataset``: its own Arrow rows, by the road of its saved folder."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from raydl.config import InputConfig
-from raydl.data.datasets import describe
-from raydl.data.map_style import check_parts
 from raydl.data.pieces import Columns, Piece, reading
-from raydl.data.samples import Dataset
 from raydl.data.schema import schema_of
-from raydl.data.sources import Source
-
-_SOURCE = "datasets.Dataset"
 
 
 class HubRows(Piece):
@@ -27,7 +20,7 @@ class HubRows(Piece):
     """
 
     def __init__(self, data: Any) -> None:
-        self.name, self.num_rows = _SOURCE, len(data)
+        self.name, self.num_rows = "datasets.Dataset", len(data)
         self.schema = schema_of(data.features.arrow_schema)
         self._rows = data.with_format("arrow")
 
@@ -42,31 +35,10 @@ class HubRows(Piece):
         return f"{self.name}, row {row}"
 
 
-def holds_images(data: Any) -> bool:
-    """Whether something is a ``datasets.Dataset`` with a column of images and no format.
+def is_stored(data: Any) -> bool:
+    """Whether something is a ``datasets.Dataset`` without a format.
 
     One with a format or a transform gives other samples than it stores.
     """
     kind = getattr(sys.modules.get("datasets"), "Dataset", ())
-    if not isinstance(data, kind) or data.format["type"] is not None:
-        return False
-    return any(f.kind == "image" for f in schema_of(data.features.arrow_schema).values())
-
-
-def from_hub(data: Any, *, seed: int, input: InputConfig) -> Dataset:
-    """Return a dataset of raydl.
-
-    Args:
-        data: a ``datasets.Dataset``, a tenth of which becomes the test set, or ``{"train": ...,
-            "test": ...}`` of two.
-        seed: seed of that split.
-        input: how samples are read.
-
-    Raises:
-        DataError: if it is not clear which columns hold images and classes, or the parts differ.
-    """
-    parts = data if isinstance(data, Mapping) else {"train": data}
-    if isinstance(data, Mapping):
-        check_parts(data)
-    pieces = {name: [HubRows(part)] for name, part in parts.items()}
-    return describe(Source(_SOURCE, "hub", pieces), input=input).dataset(seed=seed, input=input)
+    return isinstance(data, kind) and data.format["type"] is None

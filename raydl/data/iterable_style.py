@@ -26,11 +26,11 @@ from torch.utils import data as torch_data
 from torch.utils.data._utils import worker as torch_worker
 
 from raydl.config import TrainConfig
+from raydl.data.datasets import check_parts
 from raydl.data.map_style import (
     Collate,
     Init,
     Unreadable,
-    check_parts,
     checked_batch,
     class_name_of,
     collate_and_workers_of,

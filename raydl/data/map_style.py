@@ -29,14 +29,14 @@ from torch.utils import data as torch_data
 from torch.utils.data._utils import worker as torch_worker
 
 from raydl.config import TrainConfig
+from raydl.data.datasets import check_parts
 from raydl.data.order import Shuffled
 from raydl.data.samples import Batch, Dataset, DataShape, check_readable, part_of
-from raydl.data.schema import Feature, as_classes
+from raydl.data.schema import Feature, as_classes, compare
 from raydl.errors import DataError, in_one_line
 
 Collate = Callable[[list[Any]], Any]
 Init = Callable[[int], None]
-_PARTS = ("train", "test")
 _TRIES = 3
 """Times in a row that loading processes may be killed."""
 _BATCHES_IN_BLOCK = 4
@@ -494,7 +494,7 @@ def from_map_style(data: Any, config: TrainConfig) -> Dataset:
     """
     if isinstance(data, Mapping):
         check_parts(data)
-        train, test = (open_part(data[name], None, config) for name in _PARTS)
+        train, test = (open_part(data[name], None, config) for name in ("train", "test"))
     else:
         count = len(dataset_of(data))
         if count < 2:
@@ -504,20 +504,10 @@ def from_map_style(data: Any, config: TrainConfig) -> Dataset:
         train, test = (
             open_part(data, np.sort(r), config) for r in (rows[num_test:], rows[:num_test])
         )
-    if _kind_of(train.shape) != _kind_of(test.shape):
-        raise DataError(train.source, f"trains on {train.shape} but tests on {test.shape}")
+    of_each = (train.schema, test.schema)
+    for difference in (*compare(*of_each), *compare(*reversed(of_each))):
+        raise DataError(test.source, difference.problem)
     return Dataset(train, test, train.source, train.schema)
-
-
-def check_parts(data: Mapping[str, Any]) -> None:
-    """Raise DataError unless data sets are named train and test."""
-    if set(data) != set(_PARTS):
-        raise DataError("data", f"must be named train and test, got {', '.join(data)}")
-
-
-def _kind_of(shape: DataShape) -> tuple[Any, ...]:
-    """Return what two parts must share; a collate_fn may pad samples to other lengths."""
-    return tuple(shape.columns), len(shape.input_shape), shape.class_names
 
 
 def open_part(data: Any, rows: np.ndarray | None, config: TrainConfig) -> MapStyle:

@@ -56,6 +56,10 @@ class Feature:
             return f"{context} tokens and the next one, of {self.vocabulary}"
         if self.kind == "class":
             return f"the classes {_listed(self.names)}" if self.names else "classes without names"
+        if None in self.shape and len(self.shape) > 1:
+            return f"{self.dtype} tensors of {len(self.shape)} dimensions"
+        if None in self.shape:
+            return f"lists of {self.dtype}"
         return f"vectors of {size_text(self.shape)} {self.dtype}" if self.shape else self.dtype
 
 

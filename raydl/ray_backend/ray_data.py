@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import ray
 
-from raydl.config import InputConfig
-from raydl.data import Dataset
-from raydl.data.datasets import describe
 from raydl.data.pieces import Columns, Piece
 from raydl.data.schema import schema_of
-from raydl.data.sources import Source
 from raydl.errors import DataError
 
 _Result = TypeVar("_Result")
@@ -77,26 +72,6 @@ class RayBlocks(Piece):
             return found
 
         return set().union(*_call_on_blocks(distinct, [(ref, name) for ref in self._refs]))
-
-
-def from_ray(data: Any, *, seed: int, input: InputConfig, task: str = "auto") -> Dataset:
-    """Return Ray datasets as a streamed data set.
-
-    Args:
-        data: a ``ray.data.Dataset``, a tenth of whose blocks becomes the test set, or
-            ``{"train": ..., "test": ...}``.
-        seed: seed of that split.
-        input: how samples are read.
-
-    Raises:
-        DataError: if it holds no rows, or too few blocks to split.
-    """
-    parts = data if isinstance(data, Mapping) else {"train": data}
-    if isinstance(data, Mapping) and set(data) != {"train", "test"}:
-        raise DataError(_SOURCE, f"must be named train and test, got {', '.join(data)}")
-    pieces = {part: [RayBlocks(of_part)] for part, of_part in parts.items()}
-    described = describe(Source(_SOURCE, "ray", pieces), input=input, task=task)
-    return described.dataset(seed=seed, input=replace(input, stream="always"))
 
 
 def _call_on_blocks(

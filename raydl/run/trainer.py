@@ -49,10 +49,12 @@ from raydl.core.rules import Rule
 from raydl.core.stop_condition import notes_on_period
 from raydl.core.worker_group import WorkerGroup
 from raydl.data import Batches, Dataset, Order, Prepare, load, statistics_of
+from raydl.data.datasets import load_each
 from raydl.data.generators import callers_generators_kept
-from raydl.data.hub import from_hub, holds_images
+from raydl.data.hub import HubRows, is_stored
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
 from raydl.data.map_style import class_name_of, from_map_style, is_map_style
+from raydl.data.pieces import Piece
 from raydl.data.schema import Schema, to_json
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
@@ -442,8 +444,8 @@ class Trainer:
             folder = self.config.run.folder or f"{RUNS}/new"
             input = with_index_dir(self.config.input, folder)
             return load(self.data, seed=seed, input=input, task=self.config.task)
-        if all(map(holds_images, parts)):
-            return from_hub(self.data, seed=seed, input=self.config.input)
+        if all(map(is_stored, parts)):
+            return self._load_each(HubRows, self.config.input)
         if all(map(is_map_style, parts)):
             return from_map_style(self.data, self.config)
         for part in parts:
@@ -454,9 +456,13 @@ class Trainer:
                     f"DataLoader of one, a ray.data.Dataset, or two of a kind named train and "
                     f"test; got a {type(part).__name__}",
                 )
-        from raydl.ray_backend.ray_data import from_ray  # imports Ray
+        from raydl.ray_backend.ray_data import RayBlocks  # imports Ray
 
-        return from_ray(self.data, seed=seed, input=self.config.input, task=self.config.task)
+        return self._load_each(RayBlocks, replace(self.config.input, stream="always"))
+
+    def _load_each(self, piece_of: Callable[[Any], Piece], input: InputConfig) -> Dataset:
+        seed, task = self.config.training.seed, self.config.task
+        return load_each(self.data, piece_of, seed=seed, input=input, task=task)
 
     def _run(
         self,

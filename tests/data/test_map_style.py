@@ -415,7 +415,7 @@ class Texts(Points):
         ({"train": Points(), "test": Points(0)}, "Points: holds no samples"),
         (
             {"train": Points(), "test": Pictures()},
-            "trains on vectors of 2 numbers but tests on 1x4x4 images",
+            "column .0. holds float32 tensors of 3 dimensions, but elsewhere lists of float32",
         ),
         (
             torch_data.DataLoader(
@@ -429,20 +429,6 @@ def test_a_mistake_in_the_data_is_reported_in_one_sentence(data, sentence):
     with pytest.raises(DataError, match=sentence) as error:
         opened(data)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.processes  # its import takes seconds
-def test_a_hugging_face_dataset_gives_tensors_by_column():
-    import datasets
-
-    rows = {"x": [[float(n), 2.0 * n] for n in range(20)], "y": list(range(20))}
-    data = opened(datasets.Dataset.from_dict(rows))
-    batch = data.train.fetch(np.arange(18))
-    assert batch["x"].shape == (18, 2)
-    assert torch.equal(batch["x"][:, 0], batch["y"].float())
-    rows["text"] = ["a"] * 20
-    with pytest.raises(DataError, match=r"part 'text' is list; pass a DataLoader .* or remove the"):
-        opened(datasets.Dataset.from_dict(rows))
 
 
 def test_map_style_data_sets_are_recognized():

@@ -16,7 +16,9 @@ from pyarrow import fs
 from raydl import cli
 from raydl.config import InputConfig
 from raydl.data import load
+from raydl.data.datasets import load_each
 from raydl.data.files import Place
+from raydl.data.hub import HubRows, is_stored
 from raydl.data.saved_dataset import ArrowFile
 from raydl.errors import DataError
 from raydl.tools.convert import convert
@@ -302,25 +304,64 @@ def test_folders_of_the_library_are_read_as_the_library_reads_them(real):
                 assert torch.equal(grid, by_y[y])
 
 
-@pytest.mark.processes  # its import takes seconds
-def test_a_dataset_in_memory_is_read_as_its_saved_folder(tmp_path):
+@pytest.fixture
+def in_python():
+    """The same rows as data sets of the library: images, and a table."""
     import datasets
-
-    from raydl.data.hub import from_hub, holds_images
 
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])}
     )
     cells = [{"bytes": png_of(p), "path": None} for p in pictures(40)]
-    rows = {"image": cells, "label": [n % 2 for n in range(40)]}
-    data = datasets.Dataset.from_dict(rows, features=features).select(range(30))
-    data.save_to_disk(str(tmp_path / "saved"))
-    assert holds_images(data)
-    assert not holds_images(data.with_format("torch"))
-    ours, theirs = from_hub(data, seed=3, input=NEVER), load(str(tmp_path / "saved"), seed=3)
-    for part in ("train", "test"):
-        assert np.array_equal(getattr(ours, part).images, getattr(theirs, part).images)
-        assert np.array_equal(getattr(ours, part).labels, getattr(theirs, part).labels)
-    assert ours.train.class_names == ("no", "yes")
+    images = {"image": cells, "label": [n % 2 for n in range(40)]}
+    table = {"x": [[n / 3, 2.0 * n] for n in range(40)], "y": range(40), "z": [True] * 40}
+    return (
+        datasets.Dataset.from_dict(images, features=features),
+        datasets.Dataset.from_dict(table).cast_column("y", datasets.Value("int16")),
+    )
+
+
+def rows_of(data):
+    """Return the types and values of all samples of train and test, as lists."""
+    batches = [part.fetch(np.arange(part.num_samples)) for part in (data.train, data.test)]
+    named = [batch.items() if isinstance(batch, dict) else enumerate(batch) for batch in batches]
+    return [(name, values.dtype, values.tolist()) for pairs in named for name, values in pairs]
+
+
+@pytest.mark.processes  # its import takes seconds
+def test_a_dataset_in_python_is_read_as_its_saved_folder(tmp_path, in_python):
+    import datasets
+
+    for number, whole in enumerate(in_python):
+        data = whole.shuffle(seed=1).select(range(30))
+        data.save_to_disk(str(tmp_path / f"{number}"))
+        ours = load_each(data, HubRows, seed=3, input=NEVER, task="auto")
+        theirs = load(str(tmp_path / f"{number}"), seed=3)
+        assert ours.schema == theirs.schema
+        assert rows_of(ours) == rows_of(theirs)
+        both = {"train": data, "test": whole.select(range(30, 40))}
+        datasets.DatasetDict(both).save_to_disk(str(tmp_path / f"both {number}"))
+        for input in (ALWAYS, NEVER):
+            ours = load_each(both, HubRows, seed=3, input=input, task="auto")
+            assert rows_of(ours) == rows_of(load(str(tmp_path / f"both {number}"), input=input))
+
+
+@pytest.mark.processes  # its import takes seconds
+def test_a_dataset_in_python_with_a_format_gives_what_its_format_says(in_python):
+    images, table = in_python
+    assert all(map(is_stored, (images, table)))
+    assert not is_stored(images.with_format("torch"))
+    assert not is_stored(table.with_transform(lambda rows: rows))
+    assert not is_stored([1, 2])
+
+
+@pytest.mark.processes  # its import takes seconds
+def test_a_dataset_in_python_is_refused_as_its_saved_folder_would_be(in_python):
+    images, table = in_python
+    settings = {"seed": 0, "input": NEVER, "task": "auto"}
     with pytest.raises(DataError, match="must be named train and test, got a, b"):
-        from_hub({"a": data, "b": data}, seed=0, input=NEVER)
+        load_each({"a": images, "b": images}, HubRows, **settings)
+    with pytest.raises(DataError, match=r"column 'text' must hold numbers, got string; .*columns"):
+        load_each(table.add_column("text", ["a"] * 40), HubRows, **settings)
+    with pytest.raises(DataError, match="must have a column image, got x, y, z"):
+        load_each({"train": images, "test": table}, HubRows, **settings)

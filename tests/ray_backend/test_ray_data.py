@@ -8,8 +8,9 @@ from torch.nn import functional
 
 import raydl
 from raydl.config import InputConfig, OptimizerConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.data.datasets import load_each
 from raydl.errors import DataError
-from raydl.ray_backend.ray_data import from_ray
+from raydl.ray_backend.ray_data import RayBlocks
 
 pytestmark = [
     pytest.mark.cluster,
@@ -38,8 +39,12 @@ def table(count):
     return ray.data.from_items(rows, override_num_blocks=6)
 
 
+def loaded(data):
+    return load_each(data, RayBlocks, seed=0, input=InputConfig(stream="always"), task="auto")
+
+
 def test_blocks_are_row_groups_and_every_row_is_in_one(cluster):
-    data = from_ray(table(60), seed=0, input=InputConfig())
+    data = loaded(table(60))
     assert (data.train.num_samples, data.test.num_samples) == (50, 10)
     rows = [part.fetch(np.arange(part.num_samples))["n"] for part in (data.train, data.test)]
     assert sorted(torch.cat(rows).tolist()) == list(range(60))
@@ -50,7 +55,7 @@ def test_pictures_may_be_tensors(cluster):
     pixels = np.random.default_rng(0).integers(0, 256, (20, 4, 4, 3), dtype=np.uint8)
     rows = [{"image": p, "label": n % 4} for n, p in enumerate(pixels)]
     data = ray.data.from_items(rows, override_num_blocks=4)
-    found = from_ray({"train": data, "test": data}, seed=0, input=InputConfig()).train
+    found = loaded({"train": data, "test": data}).train
     assert (found.shape.input_shape, found.shape.num_classes) == ((3, 4, 4), 4)
     pictures, labels = found.fetch(np.arange(20))
     assert np.array_equal(pictures.numpy().transpose(0, 2, 3, 1), pixels)
@@ -60,7 +65,7 @@ def test_pictures_may_be_tensors(cluster):
 def test_an_empty_dataset_is_reported_in_one_sentence(cluster):
     empty = table(20).limit(0)
     with pytest.raises(DataError, match=r"ray.data.Dataset: holds no rows"):
-        from_ray(empty, seed=0, input=InputConfig())
+        loaded(empty)
 
 
 def test_a_custom_task_learns_from_a_ray_dataset(cluster, tmp_path):

@@ -585,7 +585,7 @@ def test_the_commands_of_data_are_listed_and_the_nearest_one_is_suggested(capsys
 
 
 def test_the_commands_of_the_page_are_valid(root, monkeypatch):
-    text = (root / "docs/data.md").read_text()
+    text = (root / "docs/data_in_detail.md").read_text()
     lines = [line.split("#")[0].split() for line in text.splitlines()]
     commands = [words[2:] for words in lines if words[:2] == ["raydl", "data"]]
     assert {words[0] for words in commands} == {"info", "convert"}
