@@ -18,7 +18,7 @@ BENCH_OPTIONS ?=
 # Short runs do not replace the results.
 BENCH_OUT = $(if $(findstring quick,$(BENCH_OPTIONS)),,--out benchmarks/results)
 
-.PHONY: train test test-fast test-cluster test-slow soak seeds mutants nightly test-gpu bench docs dist lint check clean help
+.PHONY: train test test-fast test-cluster test-slow soak seeds fuzz mutants nightly test-gpu bench docs dist lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -82,6 +82,9 @@ soak: $(VENV)/installed-dev  ## minutes of kills, halts and new nodes at random
 
 seeds: $(VENV)/installed-dev  ## simulate 12,000 runs with random faults, some minutes
 	$(BIN)/python tests/seeds.py
+
+fuzz: $(VENV)/installed-dev  ## read thousands of damaged data sets of every format, some minutes
+	$(BIN)/python tests/fuzz.py
 
 $(VENV)/installed-mutants: $(VENV)/installed-dev
 	$(PIP) --editable '.[mutants]'

@@ -58,6 +58,9 @@ STOPPED = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, STOP_COMMAND: 143}
 _MOST_LISTED = 8
 """Number of choices up to which a message with near misses lists all of them, too."""
 
+_LONGEST_PROBLEM = 600
+"""Most characters about data in a sentence; of a longer text the beginning and the end are told."""
+
 
 class RaydlError(Exception):
     """Base of all errors that are raised on purpose; the text is one sentence for the user.
@@ -116,10 +119,14 @@ class DataError(RaydlError):
 
     Args:
         source: the path or URI of the file or folder.
-        problem: what is wrong with it, and what was expected.
+        problem: what is wrong with it, and what was expected. What it quotes of the data may be of
+            any length and in several lines: it becomes one line with the beginning and the end.
     """
 
     def __init__(self, source: str, problem: str) -> None:
+        problem = " ".join(problem.splitlines())
+        if len(problem) > _LONGEST_PROBLEM:
+            problem = f"{problem[: _LONGEST_PROBLEM // 2]} … {problem[-_LONGEST_PROBLEM // 3 :]}"
         super().__init__(source, problem)
         self.source, self.problem = self.args
 

@@ -23,6 +23,7 @@ PARTS = {
     "test-slow": "the tests that take minutes",
     "soak": "kills, halts and new nodes at random",
     "seeds": "simulated runs with faults at random, with thousands of seeds",
+    "fuzz": "damaged data sets of every format",
     "mutants": "changes of the core that tests or types must notice",
 }
 """What each part does, by its target of the Makefile."""

@@ -87,3 +87,14 @@ def test_an_unknown_name_lists_the_nearest_first():
 def test_an_unknown_name_without_near_ones_lists_all():
     text = str(errors.UnknownNameError("method.name", "foo", ("diloco", "hogwild-sgd")))
     assert text == "method.name has no 'foo'; known: diloco, hogwild-sgd"
+
+
+@pytest.mark.parametrize("quoted", ["x" * 10_000, "a\nb" * 1000, "a\r\x0bb"])
+def test_what_a_sentence_quotes_of_the_data_is_one_short_line(quoted):
+    error = errors.DataError("a.csv", f"column 'x' holds {quoted}; leave the column out")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert len(str(error).splitlines()) == 1
+    assert len(str(error)) < 1000
+    assert str(error).startswith("a.csv: column 'x' holds ")
+    assert str(error).endswith("; leave the column out")

@@ -43,7 +43,10 @@ def test_one_part_keeps_the_results_of_the_others(tmp_path, capfd):
 
 def test_a_part_that_does_not_exist_is_named(capsys):
     assert nightly.main(["soke"]) == 2
-    assert "no part soke; the parts are test-slow, soak, seeds, mutants" in capsys.readouterr().err
+    assert (
+        "no part soke; the parts are test-slow, soak, seeds, fuzz, mutants"
+        in capsys.readouterr().err
+    )
 
 
 def test_each_part_is_a_target_of_the_makefile_and_has_its_row_on_the_page(root):
