@@ -75,10 +75,10 @@ class Task(Protocol):
 
 @runtime_checkable
 class Predicts(Protocol):
-    """A task that predicts the class of a picture; only such tasks have examples in TensorBoard."""
+    """A task that predicts the class of an image; only such tasks have examples in TensorBoard."""
 
     def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return a class for each picture, int64, shape [B]; called only for labelled pictures."""
+        """Return a class for each image, int64, shape [B]; called only for labelled images."""
         ...
 
 

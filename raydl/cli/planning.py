@@ -37,10 +37,10 @@ class _PlanOptions:
     model: str = "lenet"
     """Network, as `raydl models` lists it."""
     data_shape: str | None = None
-    """CHANNELSxHEIGHTxWIDTH of the pictures, 1x28x28 by default, or the tokens of the texts, by
+    """CHANNELSxHEIGHTxWIDTH of the images, 1x28x28 by default, or the tokens of the texts, by
     default as many as the model was made for."""
     classes: int | None = None
-    """Classes of the pictures, 10 by default, or the vocabulary of the texts."""
+    """Classes of the images, 10 by default, or the vocabulary of the texts."""
     parameters: int | None = None
     """Number of parameters of another network, instead of a model; needs --step-s."""
     step_s: float | None = None
@@ -247,8 +247,8 @@ def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int
         tokens = torch.randint(shape.num_classes, (batch_size, *shape.input_shape))
         batch = tokens, tokens
     else:
-        pictures = torch.randn(batch_size, *shape.input_shape)
-        batch = pictures, torch.arange(batch_size) % shape.num_classes
+        images = torch.randn(batch_size, *shape.input_shape)
+        batch = images, torch.arange(batch_size) % shape.num_classes
     times: list[float] = []
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

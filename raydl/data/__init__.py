@@ -1,6 +1,6 @@
 """Data sets, the ledger of samples, and the loader.
 
-``load`` opens a data set. Pictures are kept as uint8 and normalized per batch. All files are read
+``load`` opens a data set. Images are kept as uint8 and normalized per batch. All files are read
 through PyArrow's file systems: local paths, ``s3://`` and ``gs://`` alike.
 """
 

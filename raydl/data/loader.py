@@ -40,7 +40,7 @@ Statistics = Mapping[str, Any]
 
 
 class Normalizer:
-    """Maps uint8 pictures to float32 with mean 0 and standard deviation 1 per channel.
+    """Maps uint8 images to float32 with mean 0 and standard deviation 1 per channel.
 
     Args:
         mean: mean per channel on the scale 0..1, shape [C].
@@ -64,17 +64,17 @@ class Normalizer:
         """Return the normalizer with these ``statistics``."""
         return cls(*(np.array(statistics[name], np.float32) for name in ("mean", "std")))
 
-    def normalized(self, pictures: Tensor) -> Tensor:
-        """Return normalized float32 pictures, shape [B, C, H, W], from uint8 pictures."""
-        device = pictures.device
+    def normalized(self, images: Tensor) -> Tensor:
+        """Return normalized float32 images, shape [B, C, H, W], from uint8 images."""
+        device = images.device
         if self._scale.device != device:
             self._scale, self._shift = self._scale.to(device), self._shift.to(device)
-        return pictures.to(torch.float32).mul_(self._scale).add_(self._shift)
+        return images.to(torch.float32).mul_(self._scale).add_(self._shift)
 
     def __call__(self, batch: Batch, rows: np.ndarray, epoch: int | None) -> Batch:
-        """Return the batch with its pictures, its first tensor, normalized."""
-        pictures, *others = batch
-        return self.normalized(pictures), *others
+        """Return the batch with its images, its first tensor, normalized."""
+        images, *others = batch
+        return self.normalized(images), *others
 
 
 def statistics_of(prepare: Prepare) -> Statistics | None:

@@ -19,7 +19,7 @@ from raydl.errors import DataError, failure_of_machine
 Batch = Any
 """Tensors whose first dimension is the samples: a tuple, or a mapping by column.
 
-(inputs, labels) for labelled pictures, (tokens, next tokens) for a text, ``{column: tensor}`` for
+(inputs, labels) for labelled images, (tokens, next tokens) for a text, ``{column: tensor}`` for
 a table. The task knows the kind.
 """
 
@@ -29,7 +29,7 @@ class DataShape:
     """The shape of the data, from which a task builds a model."""
 
     input_shape: tuple[int, ...]
-    """Shape of one sample: [C, H, W] of a picture; [tokens] of a text; [] of a table."""
+    """Shape of one sample: [C, H, W] of an image; [tokens] of a text; [] of a table."""
     num_classes: int
     """Classes of a label or tokens of a vocabulary; 0 if the data have neither."""
     class_names: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class DataShape:
         return sum(math.prod(s) for name, s in self.columns.items() if name != self.target)
 
     @property
-    def has_labelled_pictures(self) -> bool:
-        """Whether a sample is a picture with a class."""
+    def has_labelled_images(self) -> bool:
+        """Whether a sample is an image with a class."""
         return len(self.input_shape) == 3 and self.num_classes > 0
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from raydl.storage import GIVE_UP_S, LOG_AFTER_S, give_up
 MAX_WAITING = 20_000
 """Most queued calls; further ones are dropped and counted."""
 MAX_IMAGES = 20
-"""Most pictures among the queued calls."""
+"""Most images among the queued calls."""
 _FLUSH_S = 10.0
 """Longest wait of a flush, in seconds."""
 _POLL_S = 0.05
@@ -125,7 +125,7 @@ class BackgroundWriter:
         self._put(lambda writer: writer.text(name, markdown, num_samples=num_samples))
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         self._put(lambda writer: writer.image(name, pixels, num_samples=num_samples), is_image=True)
 
     def go_back(self, *, num_samples: int) -> None:

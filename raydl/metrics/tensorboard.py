@@ -162,7 +162,7 @@ class TensorBoardWriter:
         self._writer.add_text(name, redact(markdown), num_samples)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         self._writer.add_image(name, pixels, num_samples, dataformats="HWC")
 
     def flush(self) -> None:

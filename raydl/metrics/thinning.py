@@ -63,7 +63,7 @@ class Gathered:
 
 
 class Thinned:
-    """Passes texts, pictures and scores to a writer, and records as fewer and fewer points.
+    """Passes texts, images and scores to a writer, and records as fewer and fewer points.
 
     Args:
         writer: writer of event files.
@@ -121,7 +121,7 @@ class Thinned:
         self._writer.text(name, markdown, num_samples=num_samples)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         self._writer.image(name, pixels, num_samples=num_samples)
 
     def flush(self) -> None:

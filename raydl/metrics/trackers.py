@@ -52,7 +52,7 @@ class Tracker(Protocol):
         ...
 
     def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         ...
 
     def finish(self) -> None:
@@ -151,7 +151,7 @@ class TrackerWriter:
         self._new_texts.add(name)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         if self._is_new(num_samples):
             self._tracker.write_image(name, pixels, step=num_samples)
 
@@ -258,7 +258,7 @@ class Mlflow:
             self._client.log_text(self._run_id, markdown, f"{name}.md")
 
     def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
-        """Write a picture."""
+        """Write an image."""
         with _as_os_error("MLflow"):
             self._client.log_image(self._run_id, pixels, key=name, step=step)
 
@@ -310,7 +310,7 @@ class WandB:
             Path(self._run.dir, f"{name}.md").write_text(markdown)
 
     def write_image(self, name: str, pixels: np.ndarray, *, step: int) -> None:
-        """Write a picture."""
+        """Write an image."""
         with _as_os_error("Weights & Biases"):
             self._log({name: self._wandb.Image(pixels), _STEP: step})
 

@@ -36,7 +36,7 @@ class MetricsWriter(Protocol):
         ...
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         ...
 
     def go_back(self, *, num_samples: int) -> None:
@@ -75,7 +75,7 @@ class Tee:
             writer.text(name, markdown, num_samples=num_samples)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         for writer in self._writers:
             writer.image(name, pixels, num_samples=num_samples)
 
@@ -179,7 +179,7 @@ class RetryingWriter:
         self._write(lambda writer: writer.text(name, markdown, num_samples=num_samples))
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
-        """Write a picture, uint8, shape [H, W, 3]."""
+        """Write an image, uint8, shape [H, W, 3]."""
         self._write(lambda writer: writer.image(name, pixels, num_samples=num_samples))
 
     def go_back(self, *, num_samples: int) -> None:

@@ -47,7 +47,7 @@ class ModelRow:
     made_for: tuple[tuple[int, ...], int]
     """Input shape and number of classes of the publication.
 
-    ((channels, height, width), classes) of pictures, ((tokens,), vocabulary) of texts.
+    ((channels, height, width), classes) of images, ((tokens,), vocabulary) of texts.
     """
     sentence: str
     """Description, short enough for a row of a table."""
@@ -64,7 +64,7 @@ class ModelRow:
 
     @property
     def reads_texts(self) -> bool:
-        """Whether the input is texts rather than pictures."""
+        """Whether the input is texts rather than images."""
         return len(self.made_for[0]) == 1
 
     @property

@@ -17,10 +17,10 @@ class AlexNet(nn.Module):
 
     Args:
         image_shape: channels, height, width; sides of 63 or more, made for 224.
-        num_classes: logits per picture.
+        num_classes: logits per image.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
@@ -66,10 +66,10 @@ class CifarAlexNet(nn.Module):
 
     Args:
         image_shape: channels, height, width; sides of 8 or more, made for 32.
-        num_classes: logits per picture.
+        num_classes: logits per image.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:

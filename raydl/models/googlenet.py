@@ -1,4 +1,4 @@
-"""GoogLeNet (Inception v1): as published, with batch norm, and for small pictures.
+"""GoogLeNet (Inception v1): as published, with batch norm, and for small images.
 
 Szegedy et al. 2015, Going Deeper with Convolutions, table 1 and figure 3. The two auxiliary
 classifiers are left out, since a task's loss takes one output.
@@ -46,11 +46,11 @@ class GoogLeNet(_Layers):
     Args:
         image_shape: channels, height, width; sides of 31 or more, with batch norm 15; made
             for 224.
-        num_classes: logits per picture.
+        num_classes: logits per image.
         has_batch_norm: whether each convolution is followed by batch norm.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class GoogLeNet(_Layers):
 
 
 class CifarGoogLeNet(_Layers):
-    """GoogLeNet for 32x32 pictures: batch norm, and one 3x3 convolution instead of the stem.
+    """GoogLeNet for 32x32 images: batch norm, and one 3x3 convolution instead of the stem.
 
     Images [B, C, H, W] become logits [B, num_classes].
 
     Args:
         image_shape: channels, height, width; sides of 2 or more, made for 32.
-        num_classes: logits per picture.
+        num_classes: logits per image.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:

@@ -85,7 +85,7 @@ def _is_shifted(model: Any) -> bool:
         with torch.no_grad(), torch.random.fork_rng(devices=()):  # for dropout
             output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels)
         return not float(output.loss) > 0
-    except Exception:  # it needs pictures or sounds as well
+    except Exception:  # it needs images or sounds as well
         return not model.config.is_encoder_decoder
 
 

@@ -12,15 +12,15 @@ _LENET5_SIDE = 32
 class LeNet(nn.Module):
     """Caffe's LeNet: two 5x5 convolutions, 500 hidden units; 431,080 parameters at 28x28.
 
-    Pictures below 16x16 are too small for two convolutions without padding. For them, the
+    Images below 16x16 are too small for two convolutions without padding. For them, the
     convolutions pad by 2, so that only the poolings shrink them.
 
     Args:
         image_shape: channels, height, width; sides of 4 or more.
-        num_classes: logits per picture.
+        num_classes: logits per image.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
@@ -51,14 +51,14 @@ class LeNet(nn.Module):
 class LeNet5(nn.Module):
     """LeNet-5: two 5x5 convolutions, layers of 120 and 84 units, tanh; 61,706 parameters at 28x28.
 
-    Smaller pictures are padded to 32x32, as the paper does with digits of 28x28. The second
+    Smaller images are padded to 32x32, as the paper does with digits of 28x28. The second
     convolution reads all six maps, the pooling is a plain average and the output is linear; the
     paper has a table of connections, trained pooling and radial units instead.
     (LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition, figure 2.)
 
     Args:
         image_shape: channels, height, width; any size.
-        num_classes: logits per picture.
+        num_classes: logits per image.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:

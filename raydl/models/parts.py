@@ -9,7 +9,7 @@ from raydl.errors import ShapeError
 
 
 def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -> None:
-    """Refuse pictures with a side below ``smallest``.
+    """Refuse images with a side below ``smallest``.
 
     Args:
         model: name of the model, for the message.
@@ -17,7 +17,7 @@ def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -
         smallest: smallest side that the model takes, in pixels.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
     _, height, width = image_shape
     if min(height, width) < smallest:
@@ -27,7 +27,7 @@ def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Return pictures, shape [B, C, H, W], in the memory layout channels_last, unless on a GPU.
+    """Return images, shape [B, C, H, W], in the memory layout channels_last, unless on a GPU.
 
     Convolutions and poolings keep the layout, and a CPU pools several channels at a time in it. A
     gradient of LeNet takes 0.64 of the time, of CifarAlexNet 0.57, of CifarResNet 0.85, of
@@ -36,7 +36,7 @@ def channels_last(images: Tensor) -> Tensor:
     """
     if images.is_cuda:
         return images
-    # Not contiguous(): it would not change a picture of one channel, which is in both layouts.
+    # Not contiguous(): it would not change an image of one channel, which is in both layouts.
     return images.to(memory_format=torch.channels_last)
 
 

@@ -21,7 +21,7 @@ class ResNet(nn.Module):
 
     Args:
         image_shape: channels, height, width; any size, made for 224.
-        num_classes: logits per picture.
+        num_classes: logits per image.
         depth: layers with weights: 18, 34 or 50.
     """
 
@@ -115,14 +115,14 @@ class Bottleneck(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """A residual network for 32x32 pictures: three stages of 16, 32 and 64 channels.
+    """A residual network for 32x32 images: three stages of 16, 32 and 64 channels.
 
     A shortcut has no parameters: if the shape changes, it takes every other pixel and adds channels
     of zeros (option A).
 
     Args:
         image_shape: channels, height, width; any size, made for 32.
-        num_classes: logits per picture.
+        num_classes: logits per image.
         depth: layers with weights, 6n + 2: 20, 32, 56.
     """
 

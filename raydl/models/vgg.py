@@ -1,4 +1,4 @@
-"""VGG: stacks of 3x3 convolutions, with and without batch norm, for large and small pictures.
+"""VGG: stacks of 3x3 convolutions, with and without batch norm, for large and small images.
 
 Simonyan and Zisserman 2015, Very Deep Convolutional Networks for Large-Scale Image
 Recognition, table 1, columns A, D and E; names and initial weights are torchvision's.
@@ -20,12 +20,12 @@ class VGG(nn.Module):
 
     Args:
         image_shape: channels, height, width; sides of 32 or more, made for 224.
-        num_classes: logits per picture.
+        num_classes: logits per image.
         depth: layers with weights: 11, 16 or 19.
         has_batch_norm: whether each convolution is followed by batch norm.
 
     Raises:
-        ShapeError: if the pictures are too small.
+        ShapeError: if the images are too small.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class VGG(nn.Module):
 
 
 class CifarVGG(nn.Module):
-    """VGG for 32x32 pictures: the same stacks, then one linear layer to the logits.
+    """VGG for 32x32 images: the same stacks, then one linear layer to the logits.
 
-    The poolings round up, for pictures of any size; at 32x32 this changes nothing.
+    The poolings round up, for images of any size; at 32x32 this changes nothing.
 
     Args:
         image_shape: channels, height, width; any size, made for 32.
-        num_classes: logits per picture.
+        num_classes: logits per image.
         depth: layers with weights of the large variant: 11, 16 or 19.
         has_batch_norm: whether each convolution is followed by batch norm.
     """

@@ -110,7 +110,7 @@ def try_model(
             if method.needs_all_gradients:
                 _check_gradients(task, flat, first_samples(batches, config.training.batch_size))
             scores = _try_metrics(task, model, batch)
-            if isinstance(task, Predicts) and shape.has_labelled_pictures:
+            if isinstance(task, Predicts) and shape.has_labelled_images:
                 _try_predictions(task, model, batch)
     except (RuntimeError, IndexError) as error:
         raise ShapeError(task.name, f"does not accept {shape}: {error}") from error
@@ -222,7 +222,7 @@ def _try_predictions(task: Predicts, model: nn.Module, batch: Batch) -> None:
     """Predict the classes of a batch, as for the examples in TensorBoard.
 
     Raises:
-        ShapeError: they are not a whole number for each picture.
+        ShapeError: they are not a whole number for each image.
     """
     count = num_samples_of(batch)
     model.eval()
@@ -233,7 +233,7 @@ def _try_predictions(task: Predicts, model: nn.Module, batch: Batch) -> None:
     if not is_tensor or classes.shape != (count,) or classes.is_floating_point():
         got = f"{classes.dtype} of shape {list(classes.shape)}" if is_tensor else type(classes)
         name = getattr(task, "name", type(task).__name__)
-        raise ShapeError(name, f"predict must return {count} whole numbers for {count} pictures, "
+        raise ShapeError(name, f"predict must return {count} whole numbers for {count} images, "
                                f"got {got}")  # fmt: skip
 
 

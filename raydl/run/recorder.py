@@ -92,7 +92,7 @@ class IgnoredLabels:
 
 
 _EXAMPLES_EVERY_S = 20.0
-"""Shortest time between two drawings of test pictures, in seconds."""
+"""Shortest time between two drawings of test images, in seconds."""
 _CHART_EVERY_S = 60.0
 """Shortest time between two charts of the time parts, in seconds. The first imports matplotlib."""
 _NO_TOTALS = Totals()
@@ -117,7 +117,7 @@ class RunRecorder:
         store: the run's checkpoints.
         best: the run's best center.
         flat: names the weights.
-        examples: test pictures to draw with the center's predictions.
+        examples: test images to draw with the center's predictions.
         order: name of the order of the samples, for checkpoints.
         after_checkpoint: called after each checkpoint and at the end, to copy the curves; its
             ``OSError`` is logged, and the run goes on.
@@ -371,7 +371,7 @@ class RunRecorder:
         self._choice = newest
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """Write the scores of the center, and pictures if the last ones are old."""
+        """Write the scores of the center, and images if the last ones are old."""
         self.checkpoints.score(evaluated)
         evaluated = evaluated.without_center()
         if evaluated.problem:
@@ -397,7 +397,7 @@ class RunRecorder:
         return min(time.monotonic(), at_s + max(0.0, evaluated.progress.seconds - known.trained_s))
 
     def _draw_examples(self) -> None:
-        """Draw the test pictures with the center's newest predictions, unless drawn before."""
+        """Draw the test images with the center's newest predictions, unless drawn before."""
         self._examples_drawn_at = time.monotonic()
         scored, self._to_draw = self._to_draw, None
         if scored is not None:

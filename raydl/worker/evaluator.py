@@ -258,12 +258,12 @@ class Evaluator:
         """
         metrics = metrics_of(self._job.task, parts)
         predicted: tuple[int, ...] = ()
-        if isinstance(self._job.task, Predicts) and self._test.samples.shape.has_labelled_pictures:
+        if isinstance(self._job.task, Predicts) and self._test.samples.shape.has_labelled_images:
             device = self._flat.weights.device
             with in_precision(self._job.config.training.precision, device):
                 rows = example_rows(self._test.num_samples)
-                pictures, _ = _batch_on(device, self._test, rows)
-                predicted = predict(self._job.task, self._flat.model, pictures)
+                images, _ = _batch_on(device, self._test, rows)
+                predicted = predict(self._job.task, self._flat.model, images)
         is_best = self._is_best(metrics)
         return Evaluated(
             snapshot.progress,

@@ -1,4 +1,4 @@
-"""Files of every format with random damage: read, or refused in one sentence, never anything else."""
+"""Files of every format with random damage: each is read, or refused in one sentence."""
 
 import os
 import signal

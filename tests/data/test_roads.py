@@ -1,6 +1,6 @@
 """The same samples by every road: the same bits, order, class names and errors.
 
-A kind of source gets a row in ``FILES`` of ``image_sets``, or in ``ALL`` if it holds decoded images.
+A kind of source gets a row in ``FILES`` of ``image_sets``, or in ``ALL`` if its images are decoded.
 """
 
 import pickle
