@@ -7,6 +7,7 @@ training set with the test set, a run with its resume and with the data that it 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -170,11 +171,17 @@ def compare(first: Schema, other: Schema) -> list[Difference]:
     found = []
     for name, feature in first.items():
         if name not in other:
-            problem = f"must have a column {name}, got {', '.join(other)}"
-            found.append(Difference(name, problem))
+            found.append(Difference(name, _missing(name, other)))
         elif difference := _difference(name, feature, other[name]):
             found.append(difference)
     return found
+
+
+def _missing(name: str, schema: Schema) -> str:
+    """Return the sentence about a column that is not there."""
+    near = difflib.get_close_matches(name, schema, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"must have a column {name}{hint}, got {', '.join(schema)}"
 
 
 def _difference(name: str, a: Feature, b: Feature) -> Difference | None:
@@ -249,7 +256,7 @@ def columns_of(
     """
     for name in (*wanted, *([target] if target else [])):
         if name not in schema:
-            raise DataError(source, f"must have a column {name}, got {', '.join(schema)}")
+            raise DataError(source, _missing(name, schema))
     names = list(wanted or schema)
     images = [name for name in names if schema[name].kind == "image"]
     if not images:
