@@ -102,15 +102,14 @@ def test_a_missing_value_is_told_with_its_column_and_row(tmp_path, road):
     rows = {**ROWS, "n": [None if row == 13 else value for row, value in enumerate(ROWS["n"])]}
     with pytest.raises(DataError, match="column 'n'") as caught:
         opened(road, tmp_path, rows).train.fetch(np.arange(COUNT))
-    assert any(
-        place in str(caught.value) for place in ("row 13", "group 1, row 6", "batch 1, row 6")
-    )
+    places = ("row 13", "row group 1, row 6", "record batch 1, row 6")
+    assert any(place in str(caught.value) for place in places)
 
 
 @every_table
 def test_a_missing_column_is_told_with_the_others(tmp_path, road):
     rows = {name: ROWS[name] for name in ("x", "n")}
-    with pytest.raises(DataError, match="must have a column kind, got x, n$"):
+    with pytest.raises(DataError, match=r"must have a column kind, got x, n$"):
         opened(road, tmp_path, rows)
 
 
