@@ -113,8 +113,8 @@ def peak_bytes(source):
 
     def watch():
         nonlocal peak
-        while not is_over.wait(0.001):
-            peak = max(peak, held_bytes())
+        while not is_over.wait(0.01):
+            peak = max(peak, held_bytes())  # within a fetch
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -124,7 +124,9 @@ def peak_bytes(source):
     for start in range(0, train.num_samples // 2, GROUP):
         rows = order.rows(0, np.arange(start, min(start + GROUP, train.num_samples)))
         train.prefetch(rows)
-        train.fetch(rows)
+        batch = train.fetch(rows)
+        peak = max(peak, held_bytes())
+        del batch
     is_over.set()
     watcher.join()
     return peak
