@@ -21,7 +21,7 @@ from raydl.errors import DataError
 
 _TEST_SHARE = 10
 """The last 1/10 of the tokens is the test set, if the files name none."""
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 """Tokens to check at a time."""
 
 
