@@ -90,20 +90,29 @@ COMPARISONS = (
         "seconds until three workers train again after one was killed",
         "`sync-easgd --spares 1`",
         "recovery.sync-easgd-3-spare.full_strength_s",
-        {"Ray Train": "recovery.ray-train.full_strength_s"},
+        {
+            "Ray Train": "recovery.ray-train.full_strength_s",
+            "Ray Train with torchft": "recovery.ray-train-with-torchft-diloco.full_strength_s",
+        },
     ),
     Comparison(
         "seconds until three workers train again after one was killed, without a spare",
         "`sync-easgd --workers 2:3`",
         "recovery.sync-easgd-2:3.full_strength_s",
-        {"Ray Train": "recovery.ray-train.full_strength_s"},
+        {
+            "Ray Train": "recovery.ray-train.full_strength_s",
+            "Ray Train with torchft": "recovery.ray-train-with-torchft-diloco.full_strength_s",
+        },
         is_in_readme=True,
     ),
     Comparison(
         "seconds of progress lost when one of three workers is killed",
         "`sync-easgd --workers 2:3`",
         "recovery.sync-easgd-2:3.lost_s",
-        {"Ray Train": "recovery.ray-train.lost_s"},
+        {
+            "Ray Train": "recovery.ray-train.lost_s",
+            "Ray Train with torchft": "recovery.ray-train-with-torchft-diloco.lost_s",
+        },
     ),
     Comparison(
         "share of the speed of two workers, one of which has a third of the other's",
