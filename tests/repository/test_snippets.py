@@ -23,7 +23,6 @@ PAGES = [
     "docs/attach.md",
     "docs/collective.md",
     "docs/data.md",
-    "docs/data_in_detail.md",
     "docs/lightning.md",
     "docs/models.md",
     "docs/python.md",
