@@ -38,8 +38,8 @@ LIMITS = (
     ),
     Limit(
         ["recovery.*-spare.full_strength_s"],
-        "On the day of this run the machine needed four times as long to decode MNIST as on that of "
-        "the run before, which had 0.21 and 0.24 s.",
+        "On the day of this run the machine needed four times as long to decode MNIST as on that "
+        "of the run before, which had 0.21 and 0.24 s.",
         "starts-and-recoveries-with-and-without-the-fork-server",
     ),
     Limit(

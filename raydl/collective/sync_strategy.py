@@ -38,9 +38,9 @@ from raydl.core.autotune import (
     choose,
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
+from raydl.core.conflicts import may_compress
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import Header, shard_spans
-from raydl.core.methods import may_compress
 from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator

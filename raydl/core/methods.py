@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from raydl.config import AUTO, MethodConfig, OptimizerConfig, TrainConfig
-from raydl.core.compression import parse_codec
+from raydl.core.conflicts import check_conflicts
 from raydl.core.custom_rule import check_rule, named_rule
 from raydl.core.optimizers import (
     OwnOptimizer,
     check_optimizer,
     default_lr,
     ignores_zero_gradients,
-    is_elementwise,
     named_optimizer,
 )
 from raydl.core.rules import (
@@ -32,7 +31,6 @@ from raydl.core.rules import (
     Outer,
     Rule,
     Sends,
-    moving_rate_limit_in_turn,
 )
 from raydl.errors import ConfigError, ShapeError, UnknownNameError
 
@@ -114,228 +112,6 @@ def check_weights(
         )
     if not all(bool(torch.isfinite(p).all()) for p in parameters):
         raise ShapeError(model, "must begin with finite parameters, but some are NaN or infinite")
-
-
-def _check(config: TrainConfig, method: Method) -> None:
-    """Raise a ConfigError if settings do not fit together."""
-    _check_beta(config, method)
-    _check_optimizer(config, method)
-    _check_exchange(config, method)
-    _check_replicas(config, method)
-    _check_tuning(config, method)
-    _check_steps_by_speed(config, method)
-    _check_deterministic(config, method)
-
-
-def _check_optimizer(config: TrainConfig, method: Method) -> None:
-    optimizer, name = method.inner, method.inner.name
-    check_optimizer(optimizer, method.own_optimizer)
-    if method.rule.steps_replica:
-        return
-    where = f"for {method.name}, whose optimizer steps at the center"
-    if not is_elementwise(optimizer, method.own_optimizer):
-        raise ConfigError(
-            "optimizer.name",
-            f"cannot be {name} {where} on flat tensors: it depends on the shapes of parameters; "
-            f"choose an elementwise optimizer, or a method with local steps",
-        )
-    if method.strategy == "hogwild" and name != "sgd":
-        raise ConfigError("optimizer.name", f"must be sgd {where} without a lock, got {name}")
-    is_whole = method.is_sync and config.exchange.fragments == 1
-    for setting, lacking in (("decay_only_matrices", "shapes"), ("param_groups", "names")):
-        if getattr(optimizer, setting) and not is_whole:
-            raise ConfigError(
-                f"optimizer.{setting}",
-                f"cannot be set {where} in parts, without the {lacking} of parameters; "
-                f"set exchange.fragments 1, or choose a sync method",
-            )
-
-
-def _check_deterministic(config: TrainConfig, method: Method) -> None:
-    if not config.training.deterministic:
-        return
-    if method.strategy in ("async", "hogwild"):
-        raise ConfigError(
-            "training.deterministic",
-            f"is not possible with {method.name}: its workers exchange in no fixed order; "
-            f"choose a sync method or original-easgd",
-        )
-    if config.optimizer.lr_schedule == "plateau":
-        raise ConfigError(
-            "training.deterministic",
-            "is not possible with optimizer.lr_schedule plateau: the time of evaluations depends "
-            "on the clock; choose step",
-        )
-    if config.scaling.min_workers != config.scaling.max_workers:
-        raise ConfigError(
-            "training.deterministic",
-            f"needs a fixed number of workers, got {config.scaling.wanted()}: the time at which "
-            f"workers join depends on the cluster",
-        )
-
-
-def _beta_of(config: TrainConfig, method: Method) -> float:
-    """Return the beta of the rule, which may be a user's own instance."""
-    return method.rule.beta if isinstance(method.rule, Elastic) else config.method.beta
-
-
-def _check_beta(config: TrainConfig, method: Method) -> None:
-    """Hold beta within the stability limits at flat curvature; see ``rules``."""
-    if not isinstance(method.rule, Elastic):
-        return
-    beta = _beta_of(config, method)
-    if method.is_sync and beta > 1:
-        raise ConfigError(
-            "method.beta",
-            f"must be in (0, 1] for {method.name}, got {beta}: all workers exchange at once, and "
-            f"a larger value moves the center beyond the mean of the replicas",
-        )
-    fewest = max(1, config.scaling.min_workers)
-    if beta / fewest > moving_rate_limit_in_turn():
-        raise ConfigError(
-            "method.beta",
-            f"must be at most the {fewest} workers of the smallest membership, got {beta}: "
-            f"one exchange would move a replica beyond the center",
-        )
-
-
-def _check_exchange(config: TrainConfig, method: Method) -> None:
-    exchange = config.exchange
-    if exchange.fragments > method.period:
-        raise ConfigError(
-            "exchange.fragments",
-            f"must be at most the period of {method.period} local steps, got {exchange.fragments}; "
-            f"raise method.period",
-        )
-    if exchange.delay and exchange.delay >= method.period // exchange.fragments:
-        raise ConfigError(
-            "exchange.delay",
-            f"must be less than period / fragments = {method.period // exchange.fragments}, "
-            f"got {exchange.delay}",
-        )
-    if exchange.delay and method.strategy == "round_robin":
-        problem = f"has no meaning for {method.name}: a turn ends with its exchange"
-        raise ConfigError("exchange.delay", problem)
-    clips = config.optimizer.clip_grad_norm is not None and not method.rule.steps_replica
-    if clips and (exchange.fragments > 1 or exchange.center_shards > 1):
-        raise ConfigError(
-            "optimizer.clip_grad_norm",
-            f"must be None for {method.name} in fragments or shards: its gradients are clipped at "
-            f"the center, where no part has the norm of the whole",
-        )
-    if method.is_sync and exchange.center_shards > 1:
-        problem = f"has no meaning for {method.name}: every rank holds the whole center"
-        raise ConfigError("exchange.center_shards", problem)
-    if exchange.allreduce != "library":
-        _check_allreduce(config, method)
-    if config.evaluation.is_by_workers and not method.is_sync:
-        problem = f"cannot be workers with {method.name}: its workers do not pause together"
-        raise ConfigError("evaluation.by", problem)
-    if parse_codec(exchange.compression).name != "none":
-        _check_compression(config, method)
-    for name in ("packed", "resident"):
-        if not method.is_sync and not getattr(exchange, name):
-            problem = f"can be turned off for sync methods only, not for {method.name}"
-            raise ConfigError(f"exchange.{name}", problem)
-    if exchange.overlap is not None and method.rule.sends is not Sends.WEIGHTS:
-        problem = (
-            f"has no meaning for {method.name}: its message depends on the gradient of the step"
-        )
-        raise ConfigError("exchange.overlap", problem)
-
-
-def _check_replicas(config: TrainConfig, method: Method) -> None:
-    size, scaling = config.method.group_size, config.scaling
-    if config.method.dynamic_weights and size > 1:
-        raise ConfigError("method.dynamic_weights", f"needs method.group_size 1, got {size}")
-    if config.method.dynamic_weights and method.rule.sends is not Sends.WEIGHTS:
-        problem = f"has no meaning for {method.name}: its replicas are copies of the center"
-        raise ConfigError("method.dynamic_weights", problem)
-    if size == 1:
-        return
-    if not method.is_sync or not method.has_local_steps:
-        problem = f"is for sync methods with local steps, not for {method.name}"
-        raise ConfigError("method.group_size", problem)
-    for count in (max(1, scaling.min_workers), max(1, scaling.max_workers)):
-        if count % size:
-            problem = f"must divide scaling.num_workers, got {size} and {count}"
-            raise ConfigError("method.group_size", problem)
-
-
-def _check_tuning(config: TrainConfig, method: Method) -> None:
-    if not method.finds_tuning:
-        return
-    if not method.is_sync or not method.has_local_steps:
-        problem = f"can be auto for sync methods with local steps, not for {method.name}"
-        raise ConfigError("method.period", f"{problem}; give a number")
-    if config.method.group_size > 1:
-        raise ConfigError("method.period", "cannot be auto with method.group_size; give a number")
-    if config.training.deterministic:
-        problem = "cannot be auto with training.deterministic: it depends on measured times"
-        raise ConfigError("method.period", f"{problem}; give a number")
-
-
-def _check_steps_by_speed(config: TrainConfig, method: Method) -> None:
-    if not config.method.steps_by_speed:
-        return
-    setting = "method.steps_by_speed"
-    if not method.is_sync:
-        raise ConfigError(setting, f"is for sync methods, not for {method.name}")
-    if method.finds_tuning:
-        raise ConfigError(setting, "cannot be set with method.period auto; give a number")
-    if method.period == 1:
-        problem = f"needs several local steps in a round, but the period of {method.name} is 1"
-        raise ConfigError(setting, f"{problem}; raise method.period")
-    if config.method.group_size > 1:
-        problem = "cannot be set with method.group_size: the workers of a group step together"
-        raise ConfigError(setting, problem)
-    if config.training.deterministic:
-        problem = "cannot be set with training.deterministic: it depends on measured times"
-        raise ConfigError(setting, problem)
-
-
-def _check_allreduce(config: TrainConfig, method: Method) -> None:
-    allreduce = config.exchange.allreduce
-    if not method.is_sync:
-        problem = f"has no meaning for {method.name}: its workers exchange with the center only"
-        raise ConfigError("exchange.allreduce", problem)
-    if config.exchange_device != "cpu":
-        problem = f"can be {allreduce} on CPUs only: NCCL chooses its own algorithm"
-        raise ConfigError("exchange.allreduce", problem)
-    if config.training.deterministic and allreduce == "auto":
-        raise ConfigError(
-            "exchange.allreduce",
-            "cannot be auto with training.deterministic: measured times would decide the order "
-            "of the sums; name an algorithm",
-        )
-
-
-def may_compress(config: TrainConfig, method: Method) -> bool:
-    """Whether the other settings allow compression in a synchronous method."""
-    try:
-        _check_compression(config, method)
-    except ConfigError:
-        return False
-    return True
-
-
-def _check_compression(config: TrainConfig, method: Method) -> None:
-    exchange = config.exchange
-    if not exchange.packed:
-        problem = "cannot be turned off with exchange.compression, which needs packed messages"
-        raise ConfigError("exchange.packed", problem)
-    if exchange.allreduce != "library":
-        raise ConfigError(
-            "exchange.allreduce",
-            f"has no meaning with exchange.compression {exchange.compression}: compressed messages "
-            f"are gathered, not reduced",
-        )
-    if (beta := _beta_of(config, method)) > 1:
-        raise ConfigError(
-            "method.beta",
-            f"must be in (0, 1] with exchange.compression, got {beta}: messages are "
-            f"then differences to an older center",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,7 +326,8 @@ def resolve(
         own_optimizer=own_optimizer,
         has_custom_rule=rule is not None,
     )
-    _check(config, method)
+    check_optimizer(method.inner, method.own_optimizer)
+    check_conflicts(config, method)
     return method
 
 

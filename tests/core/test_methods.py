@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from scenarios import loss_of, scenario_config
 
 from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.core.conflicts import CONFLICTS, Choice
 from raydl.core.methods import METHODS, check_weights, resolve
 from raydl.core.replica import DistanceTrend, DynamicWeights
 from raydl.core.reports import Outcome
@@ -519,3 +520,10 @@ def test_a_resumed_run_has_the_residuals_of_its_messages(method):
     second = Ensemble(config, num_workers=2, images=tiny_images(31)).join(first.newest, states)
     second.run()
     assert np.array_equal(whole.center().weights, second.center().weights)
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.setting)
+def test_each_sentence_about_a_conflict_can_be_told(conflict):
+    config = scenario_config("sync-sgd")
+    choice = Choice(config, resolve(config))
+    assert "{" not in conflict.sentence.format(x=choice)

@@ -1,0 +1,298 @@
+"""Settings that do not fit together: a table of conditions, settings and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, ScalingConfig, TrainConfig
+from raydl.core.compression import parse_codec
+from raydl.core.optimizers import is_elementwise
+from raydl.core.rules import Elastic, Sends, moving_rate_limit_in_turn
+from raydl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raydl.core.methods import Method
+
+
+class Choice:
+    """The settings of a run beside its method, as conditions and sentences name them.
+
+    Args:
+        config: settings of the run.
+        method: method of the run.
+    """
+
+    def __init__(self, config: TrainConfig, method: Method) -> None:
+        self.config, self.method = config, method
+        self.set: MethodConfig = config.method
+        self.exchange: ExchangeConfig = config.exchange
+        self.scaling: ScalingConfig = config.scaling
+        self.inner: OptimizerConfig = method.inner
+        self.is_deterministic = config.training.deterministic
+        self.is_at_center = not method.rule.steps_replica
+        """Whether the user's optimizer steps at the center."""
+        self.sends_weights = method.rule.sends is Sends.WEIGHTS
+        self.has_rounds = method.is_sync and method.has_local_steps
+        self.is_elastic = isinstance(method.rule, Elastic)
+        rule = method.rule
+        self.beta = rule.beta if isinstance(rule, Elastic) else config.method.beta
+        """The beta of the rule, which may be a user's own instance."""
+        self.fewest = max(1, config.scaling.min_workers)
+        self.steps_of_fragment = method.period // config.exchange.fragments
+        self.wanted_workers = config.scaling.wanted()
+        self.is_compressed = parse_codec(config.exchange.compression).name != "none"
+
+    @property
+    def uneven_count(self) -> int:
+        """The number of workers that groups do not divide, or 0."""
+        counts = (self.fewest, max(1, self.scaling.max_workers))
+        return next((count for count in counts if count % self.set.group_size), 0)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that do not fit together."""
+
+    setting: str
+    """The one to change."""
+    applies: Callable[[Choice], bool]
+    sentence: str
+    """The rest of the sentence; names in braces are attributes of the choice, ``x``."""
+    of_compression: bool = False
+    """Whether it concerns compressed messages only."""
+
+
+_AT_CENTER = "for {x.method.name}, whose optimizer steps at the center"
+
+
+def _is_in_parts(x: Choice) -> bool:
+    """Whether an optimizer at the center gets parts of the vector."""
+    return x.is_at_center and not (x.method.is_sync and x.exchange.fragments == 1)
+
+
+CONFLICTS = (
+    # The stability of elastic averaging at flat curvature; see ``rules``.
+    Conflict(
+        "method.beta",
+        lambda x: x.is_elastic and x.method.is_sync and x.beta > 1,
+        "must be in (0, 1] for {x.method.name}, got {x.beta}: all workers exchange at once, and a "
+        "larger value moves the center beyond the mean of the replicas",
+    ),
+    Conflict(
+        "method.beta",
+        lambda x: x.is_elastic and x.beta / x.fewest > moving_rate_limit_in_turn(),
+        "must be at most the {x.fewest} workers of the smallest membership, got {x.beta}: one "
+        "exchange would move a replica beyond the center",
+    ),
+    # the optimizer at the center
+    Conflict(
+        "optimizer.name",
+        lambda x: x.is_at_center and not is_elementwise(x.inner, x.method.own_optimizer),
+        "cannot be {x.inner.name} " + _AT_CENTER + " on flat tensors: it depends on the shapes of "
+        "parameters; choose an elementwise optimizer, or a method with local steps",
+    ),
+    Conflict(
+        "optimizer.name",
+        lambda x: x.is_at_center and x.method.strategy == "hogwild" and x.inner.name != "sgd",
+        "must be sgd " + _AT_CENTER + " without a lock, got {x.inner.name}",
+    ),
+    Conflict(
+        "optimizer.decay_only_matrices",
+        lambda x: bool(x.inner.decay_only_matrices) and _is_in_parts(x),
+        "cannot be set " + _AT_CENTER + " in parts, without the shapes of parameters; set "
+        "exchange.fragments 1, or choose a sync method",
+    ),
+    Conflict(
+        "optimizer.param_groups",
+        lambda x: bool(x.inner.param_groups) and _is_in_parts(x),
+        "cannot be set " + _AT_CENTER + " in parts, without the names of parameters; set "
+        "exchange.fragments 1, or choose a sync method",
+    ),
+    # the exchange
+    Conflict(
+        "exchange.fragments",
+        lambda x: x.exchange.fragments > x.method.period,
+        "must be at most the period of {x.method.period} local steps, got {x.exchange.fragments}; "
+        "raise method.period",
+    ),
+    Conflict(
+        "exchange.delay",
+        lambda x: 0 < x.exchange.delay >= x.steps_of_fragment,
+        "must be less than period / fragments = {x.steps_of_fragment}, got {x.exchange.delay}",
+    ),
+    Conflict(
+        "exchange.delay",
+        lambda x: x.exchange.delay > 0 and x.method.strategy == "round_robin",
+        "has no meaning for {x.method.name}: a turn ends with its exchange",
+    ),
+    Conflict(
+        "optimizer.clip_grad_norm",
+        lambda x: (
+            x.is_at_center
+            and x.config.optimizer.clip_grad_norm is not None
+            and max(x.exchange.fragments, x.exchange.center_shards) > 1
+        ),
+        "must be None for {x.method.name} in fragments or shards: its gradients are clipped at the "
+        "center, where no part has the norm of the whole",
+    ),
+    Conflict(
+        "exchange.center_shards",
+        lambda x: x.method.is_sync and x.exchange.center_shards > 1,
+        "has no meaning for {x.method.name}: every rank holds the whole center",
+    ),
+    Conflict(
+        "exchange.allreduce",
+        lambda x: x.exchange.allreduce != "library" and not x.method.is_sync,
+        "has no meaning for {x.method.name}: its workers exchange with the center only",
+    ),
+    Conflict(
+        "exchange.allreduce",
+        lambda x: x.exchange.allreduce != "library" and x.config.exchange_device != "cpu",
+        "can be {x.exchange.allreduce} on CPUs only: NCCL chooses its own algorithm",
+    ),
+    Conflict(
+        "exchange.allreduce",
+        lambda x: x.exchange.allreduce == "auto" and x.is_deterministic,
+        "cannot be auto with training.deterministic: measured times would decide the order of the "
+        "sums; name an algorithm",
+    ),
+    Conflict(
+        "evaluation.by",
+        lambda x: x.config.evaluation.is_by_workers and not x.method.is_sync,
+        "cannot be workers with {x.method.name}: its workers do not pause together",
+    ),
+    Conflict(
+        "exchange.packed",
+        lambda x: not x.exchange.packed,
+        "cannot be turned off with exchange.compression, which needs packed messages",
+        of_compression=True,
+    ),
+    Conflict(
+        "exchange.allreduce",
+        lambda x: x.exchange.allreduce != "library",
+        "has no meaning with exchange.compression {x.exchange.compression}: compressed messages "
+        "are gathered, not reduced",
+        of_compression=True,
+    ),
+    Conflict(
+        "method.beta",
+        lambda x: x.beta > 1,
+        "must be in (0, 1] with exchange.compression, got {x.beta}: messages are then differences "
+        "to an older center",
+        of_compression=True,
+    ),
+    Conflict(
+        "exchange.packed",
+        lambda x: not x.method.is_sync and not x.exchange.packed,
+        "can be turned off for sync methods only, not for {x.method.name}",
+    ),
+    Conflict(
+        "exchange.resident",
+        lambda x: not x.method.is_sync and not x.exchange.resident,
+        "can be turned off for sync methods only, not for {x.method.name}",
+    ),
+    Conflict(
+        "exchange.overlap",
+        lambda x: x.exchange.overlap is not None and not x.sends_weights,
+        "has no meaning for {x.method.name}: its message depends on the gradient of the step",
+    ),
+    # who shares a replica, and how far it is trusted
+    Conflict(
+        "method.dynamic_weights",
+        lambda x: x.set.dynamic_weights and x.set.group_size > 1,
+        "needs method.group_size 1, got {x.set.group_size}",
+    ),
+    Conflict(
+        "method.dynamic_weights",
+        lambda x: x.set.dynamic_weights and not x.sends_weights,
+        "has no meaning for {x.method.name}: its replicas are copies of the center",
+    ),
+    Conflict(
+        "method.group_size",
+        lambda x: x.set.group_size > 1 and not x.has_rounds,
+        "is for sync methods with local steps, not for {x.method.name}",
+    ),
+    Conflict(
+        "method.group_size",
+        lambda x: x.uneven_count > 0,
+        "must divide scaling.num_workers, got {x.set.group_size} and {x.uneven_count}",
+    ),
+    # the period that the workers choose, and steps by speed
+    Conflict(
+        "method.period",
+        lambda x: x.method.finds_tuning and not x.has_rounds,
+        "can be auto for sync methods with local steps, not for {x.method.name}; give a number",
+    ),
+    Conflict(
+        "method.period",
+        lambda x: x.method.finds_tuning and x.set.group_size > 1,
+        "cannot be auto with method.group_size; give a number",
+    ),
+    Conflict(
+        "method.period",
+        lambda x: x.method.finds_tuning and x.is_deterministic,
+        "cannot be auto with training.deterministic: it depends on measured times; give a number",
+    ),
+    Conflict(
+        "method.steps_by_speed",
+        lambda x: x.set.steps_by_speed and not x.method.is_sync,
+        "is for sync methods, not for {x.method.name}",
+    ),
+    Conflict(
+        "method.steps_by_speed",
+        lambda x: x.set.steps_by_speed and x.method.finds_tuning,
+        "cannot be set with method.period auto; give a number",
+    ),
+    Conflict(
+        "method.steps_by_speed",
+        lambda x: x.set.steps_by_speed and x.method.period == 1,
+        "needs several local steps in a round, but the period of {x.method.name} is 1; raise "
+        "method.period",
+    ),
+    Conflict(
+        "method.steps_by_speed",
+        lambda x: x.set.steps_by_speed and x.set.group_size > 1,
+        "cannot be set with method.group_size: the workers of a group step together",
+    ),
+    Conflict(
+        "method.steps_by_speed",
+        lambda x: x.set.steps_by_speed and x.is_deterministic,
+        "cannot be set with training.deterministic: it depends on measured times",
+    ),
+    # the same bits in each run
+    Conflict(
+        "training.deterministic",
+        lambda x: x.is_deterministic and x.method.strategy in ("async", "hogwild"),
+        "is not possible with {x.method.name}: its workers exchange in no fixed order; choose a "
+        "sync method or original-easgd",
+    ),
+    Conflict(
+        "training.deterministic",
+        lambda x: x.is_deterministic and x.config.optimizer.lr_schedule == "plateau",
+        "is not possible with optimizer.lr_schedule plateau: the time of evaluations depends on "
+        "the clock; choose step",
+    ),
+    Conflict(
+        "training.deterministic",
+        lambda x: x.is_deterministic and x.scaling.min_workers != x.scaling.max_workers,
+        "needs a fixed number of workers, got {x.wanted_workers}: the time at which workers join "
+        "depends on the cluster",
+    ),
+)
+"""In the order in which they are told."""
+
+
+def check_conflicts(config: TrainConfig, method: Method) -> None:
+    """Raise a ConfigError for the first settings that do not fit together."""
+    choice = Choice(config, method)
+    for conflict in CONFLICTS:
+        if (choice.is_compressed or not conflict.of_compression) and conflict.applies(choice):
+            raise ConfigError(conflict.setting, conflict.sentence.format(x=choice))
+
+
+def may_compress(config: TrainConfig, method: Method) -> bool:
+    """Whether the other settings allow compression in a synchronous method."""
+    choice = Choice(config, method)
+    return not any(c.applies(choice) for c in CONFLICTS if c.of_compression)
