@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, ScalingConfig, TrainConfig
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.optimizers import is_elementwise
 from raydl.core.rules import Elastic, Sends, moving_rate_limit_in_turn
 from raydl.errors import ConfigError

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raydl.config import AUTO, MethodConfig, OptimizerConfig, TrainConfig
 from raydl.core.conflicts import check_conflicts
+from raydl.core.custom_codec import try_codec
 from raydl.core.custom_rule import check_rule, named_rule
 from raydl.core.optimizers import (
     OwnOptimizer,
@@ -328,6 +329,7 @@ def resolve(
     )
     check_optimizer(method.inner, method.own_optimizer)
     check_conflicts(config, method)
+    try_codec(config.exchange.compression)
     return method
 
 

@@ -11,12 +11,8 @@ import torch
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
-from raydl.core.compression import (
-    ErrorFeedback,
-    LostResidual,
-    parse_codec,
-    redistribute_residuals,
-)
+from raydl.core.codecs import parse_codec
+from raydl.core.compression import ErrorFeedback, LostResidual, redistribute_residuals
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership

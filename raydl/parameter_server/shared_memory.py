@@ -28,7 +28,7 @@ from torch import Tensor
 
 from raydl.config import TrainConfig
 from raydl.core.center import Mirror
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Arrival, Header
 from raydl.core.methods import Method
 from raydl.core.rules import Rule, Sends, Tally

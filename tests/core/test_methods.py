@@ -24,6 +24,7 @@ ELASTIC = [
     if isinstance(row.make_rule(MethodConfig(outer_lr=1.0, outer_momentum=0.0)), Elastic)
 ]
 SYNC = [name for name, row in METHODS.items() if row.strategy == "sync"]
+CODECS = ["bf16", "int8", "e3m0", "sign", "topk:0.3", "chunk-topk:20/64"]
 BY_MESSAGES = [name for name in METHODS if name not in SYNC]
 
 
@@ -448,7 +449,7 @@ def test_trust_follows_the_trend_of_the_distance():
 # compressed messages
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     "method", ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "hogwild-sgd", "original-easgd"]
 )
@@ -463,7 +464,7 @@ def test_methods_train_with_compressed_messages(method, codec):
     assert loss_of(ensemble, ensemble.center().weights, images) < before
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
 def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, codec):
     exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)

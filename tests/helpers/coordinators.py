@@ -6,7 +6,7 @@ import torch
 from scenarios import ALL
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.methods import resolve

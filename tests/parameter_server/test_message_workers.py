@@ -13,7 +13,8 @@ from message_jobs import wait_for
 from scenarios import FourSlopes, scenario_config
 
 from raydl.config import ExchangeConfig
-from raydl.core.compression import ErrorFeedback, parse_codec
+from raydl.core.codecs import parse_codec
+from raydl.core.compression import ErrorFeedback
 from raydl.core.membership import Membership
 from raydl.core.methods import resolve
 from raydl.core.reports import Outcome

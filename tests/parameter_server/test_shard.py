@@ -13,7 +13,7 @@ from coordinators import Add, make_shard, request
 from mapped_cells import ASSIGNMENT, FakeCenterClient, open_exchange, open_shard
 
 from raydl.config import OptimizerConfig
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.optimizers import make_optimizer
