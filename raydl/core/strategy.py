@@ -16,7 +16,7 @@ from raydl.core.compression import ErrorFeedback, LostResidual, redistribute_res
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.reports import Outcome
 from raydl.data.ledger import Claim, Cuts, Span
 from raydl.data.loader import Step, positions_of

@@ -39,10 +39,9 @@ from raydl.config.custom_code import hugging_face_folder
 from raydl.config.run import RUNS
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
-from raydl.core.custom_rule import as_method
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
-from raydl.core.methods import Method, filled_in, resolve
+from raydl.core.method import Method
 from raydl.core.optimizers import OwnOptimizer, as_config
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule
@@ -60,6 +59,8 @@ from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import STOP_COMMAND, ConfigError, DataError
 from raydl.faults import FaultPlan
+from raydl.methods import filled_in, resolve
+from raydl.methods.custom_rule import as_method
 from raydl.metrics import (
     BackgroundWriter,
     MetricsWriter,

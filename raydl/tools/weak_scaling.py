@@ -60,7 +60,7 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
         ConfigError: if a setting changes the work, or settings contradict each other for a number
             of workers.
     """
-    from raydl.core.methods import resolve  # imports torch
+    from raydl.methods import resolve  # imports torch
 
     base, run = scaling.base, scaling.base.run
     run.refuse_folder("in a measurement")

@@ -7,9 +7,9 @@ from scenarios import scenario_config
 
 from raydl.config import ExchangeConfig
 from raydl.core.codecs import parse_codec
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
 from raydl.errors import ConfigError
+from raydl.methods import resolve
 
 
 def config_with(codec, method="diloco"):

@@ -9,21 +9,18 @@ from ensembles import Ensemble, tiny_images
 from safetensors.torch import load_file
 from scenarios import loss_of, scenario_config
 
-from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
-from raydl.core.conflicts import CONFLICTS, Choice
-from raydl.core.methods import METHODS, check_weights, resolve
+from raydl.config import ExchangeConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.core.method import check_weights
 from raydl.core.replica import DistanceTrend, DynamicWeights
 from raydl.core.reports import Outcome
-from raydl.core.rules import Elastic
 from raydl.errors import ConfigError
+from raydl.methods import METHODS, resolve
+from raydl.methods.conflicts import CONFLICTS, Choice
+from raydl.methods.easgd import Elastic
 from raydl.run.trainer import Trainer
 
-ELASTIC = [
-    name
-    for name, row in METHODS.items()
-    if isinstance(row.make_rule(MethodConfig(outer_lr=1.0, outer_momentum=0.0)), Elastic)
-]
-SYNC = [name for name, row in METHODS.items() if row.strategy == "sync"]
+ELASTIC = [name for name, kind in METHODS.items() if issubclass(kind, Elastic)]
+SYNC = [name for name, kind in METHODS.items() if kind.strategy == "sync"]
 CODECS = ["bf16", "int8", "e3m0", "sign", "topk:0.3", "chunk-topk:20/64"]
 BY_MESSAGES = [name for name in METHODS if name not in SYNC]
 

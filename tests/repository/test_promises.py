@@ -14,7 +14,7 @@ import raydl
 from raydl.cli import data, options, planning, reporting, runs
 from raydl.cli.commands import COMMANDS
 from raydl.config import TrainConfig
-from raydl.core.methods import METHODS
+from raydl.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
 from raydl.run.versions import DISTRIBUTION, installed_version, requirements
