@@ -18,7 +18,7 @@ from raydl.config.checks import require
 from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
 from raydl.metrics.charts import SUFFIXES, Chart, Line, lines_in_file, numbered
-from raydl.text import seconds_text
+from raydl.text.formatting import seconds_text
 from raydl.tools.plan import Plan, Prediction, best_period, doublings, parse_network, predict
 
 if TYPE_CHECKING:

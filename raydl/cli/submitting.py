@@ -18,8 +18,8 @@ from raydl.config.checks import require, require_name, require_positive
 from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.launch import submission
 from raydl.ray_backend import session as ray_session
-from raydl.redaction import redact
 from raydl.run.versions import requirements
+from raydl.text.redaction import redact
 
 if TYPE_CHECKING:
     from raydl.config import TrainConfig

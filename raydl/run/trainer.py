@@ -71,7 +71,6 @@ from raydl.metrics import (
     trackers,
 )
 from raydl.ray_backend import session as ray_session
-from raydl.redaction import redact_values
 from raydl.run.control_channel import ControlChannel
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder, with_index_dir
@@ -95,7 +94,8 @@ from raydl.tasks import (
     shape_for,
     task_on,
 )
-from raydl.text import config_as_markdown
+from raydl.text.formatting import settings_table
+from raydl.text.redaction import redact_values
 from raydl.worker.evaluator import Evaluator
 from raydl.worker.examples import Examples
 
@@ -580,7 +580,7 @@ class Trainer:
             stack.pop_all()
         view.follow_recorder(recorder, log)
         try:
-            recorder.describe(config_as_markdown(redact_values(to_dict(config))))
+            recorder.describe(settings_table(dotted(redact_values(to_dict(config)))))
             for sentence in start.sentences:
                 recorder.event(sentence)
             yield recorder

@@ -18,7 +18,7 @@ import tyro
 from raydl.config import TrainConfig, to_dict
 from raydl.config.checks import require_local
 from raydl.errors import ConfigError
-from raydl.redaction import redact_values
+from raydl.text.redaction import redact_values
 from raydl.tools.comparison.report import machine
 from raydl.tools.comparison.runner import train
 
