@@ -157,7 +157,7 @@ class Described:
         train, test = self.train, self.test
         streams = self.streams(input)
         if test is None and train.is_grouped and streams:
-            split = split_numbers(len(train.sizes), "row groups", seed, self.source)
+            split = split_numbers(len(train.sizes), train.pieces[0].word, seed, self.source)
             train, test = (train.choose_groups(numbers.tolist()) for numbers in split)
         elif test is None and not train.is_grouped and streams:
             train, test = map(train.choose_rows, self._split_rows(seed))
@@ -172,11 +172,11 @@ class Described:
         return Dataset(first, second, self.source, self.train.schema, self.notes)
 
     def _split_rows(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        count, what = self.train.num_rows, "images" if self.train.has_images else "rows"
+        count = self.train.num_rows
         if self.train.has_images and count < _FEWEST_IMAGES:
             problem = f"has no test part and only {count} images: too few to split"
             raise DataError(self.source, problem)
-        return split_numbers(count, what, seed, self.source)
+        return split_numbers(count, "row", seed, self.source)
 
 
 def split_numbers(count: int, what: str, seed: int, source: str) -> tuple[np.ndarray, np.ndarray]:
@@ -186,10 +186,10 @@ def split_numbers(count: int, what: str, seed: int, source: str) -> tuple[np.nda
         DataError: if there is only one.
     """
     if count < 2:
-        raise DataError(
-            source, f"has no test part and only {count} {what}: too few to split; name files "
-            f"train-*.parquet and test-*.parquet, or save splits train and test"
-        )  # fmt: skip
+        advice = "name files train-*.parquet and test-*.parquet, or save splits train and test"
+        if what == "block":
+            advice = "give a folder with a training and a test file, or set --input.stream never"
+        raise DataError(source, f"has no test part and only one {what}: too few to split; {advice}")
     order = np.random.default_rng(seed).permutation(count)
     num_test = max(1, count // _TEST_SHARE)
     return np.sort(order[num_test:]), np.sort(order[:num_test])
