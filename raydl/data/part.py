@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from raydl.data.image_files import with_files
 from raydl.data.order import InBlocks, Shuffled
-from raydl.data.paths import with_files
 from raydl.data.pieces import Columns, Piece
 from raydl.data.row_groups import GroupCache
 from raydl.data.samples import Batch, DataShape, check_readable
@@ -172,15 +172,6 @@ class Part:
             columns = self.pieces[number].read(within, list(self.columns.values()))
             yield places, self.ready(number, columns)
 
-    def column(self, name: str) -> Iterator[Any]:
-        """Yield the stored values of one column, group by group."""
-        stored = self.columns[name]
-        for piece in self.pieces:
-            if not piece.groups:
-                yield piece.read(np.arange(piece.num_rows), [stored])[stored]
-            for group in range(len(piece.groups)):
-                yield piece.read_group(group, [stored])[stored]
-
     def ready(self, number: int, columns: Columns) -> Ready:
         """Return stored samples of a piece, converted and checked.
 
@@ -205,9 +196,7 @@ class Part:
             except ValueError as error:
                 raise DataError(self.pieces[number].name, f"column {stored!r} {error}") from error
             if None not in feature.shape and values.shape[1:] != feature.shape:
-                size, first = (
-                    size_text(s) or "a number" for s in (values.shape[1:], feature.shape)
-                )
+                size, first = size_text(values.shape[1:]), size_text(feature.shape)
                 problems |= dict.fromkeys(range(len(values)), f"is {size}, the first one {first}")
                 values = np.zeros((len(values), *self._shape_of(name)), feature.dtype)
             if feature.kind == "class" and number in self.numbering:
@@ -316,12 +305,12 @@ class Streamed:
         self.num_samples = part.num_rows
         """Samples of the part."""
         self._groups = GroupCache(part.sizes, part.read_group) if part.is_grouped else None
-        self._make_pool()
 
-    def _make_pool(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        if self.part.has_images and decodes_in_threads(self.shape.input_shape):
-            self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode")
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor | None:
+        if not decodes_in_threads(self.shape.input_shape):
+            return None
+        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode")
 
     @property
     def is_streamed(self) -> bool:
@@ -464,7 +453,3 @@ class Streamed:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pool"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_pool()

@@ -67,9 +67,9 @@ class TextTable(Piece):
     def _parse(self, data: bytes, types: pa.Schema | None) -> pa.Table:
         """Return some lines as a table, of the columns in ``types``; None: infer all of them."""
 
-    @abstractmethod
     def _cut(self, data: bytes) -> int:
         """Return the end of the last whole row among some lines, or 0."""
+        return data.rfind(b"\n") + 1
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield (place in the file, bytes) of blocks of whole rows."""
@@ -177,14 +177,12 @@ class CsvFile(TextTable):
 
     def __init__(self, place: Place, input: InputConfig) -> None:
         delimiter = "\t" if place.path.lower().endswith(".tsv") else ","
-        self._options = {"delimiter": delimiter, "newlines_in_values": True}
+        self._options = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
         with reading(place.name, "cannot be read"):
             with place.open() as stream:
                 head = _first_line(stream, place.name)
-            options = pa.csv.ParseOptions(**self._options)
-            table = pa.csv.read_csv(
-                pa.BufferReader(head.rstrip(b"\r\n") + b"\n"), parse_options=options
-            )
+            line = pa.BufferReader(head.rstrip(b"\r\n") + b"\n")
+            table = pa.csv.read_csv(line, parse_options=self._options)
         self._start, self._names = len(head), [name.strip() for name in table.column_names]
         if problem := _problem_of(self._names, head.decode(), delimiter):
             raise DataError(place.name, problem)
@@ -199,11 +197,10 @@ class CsvFile(TextTable):
         read = pa.csv.ReadOptions(
             use_threads=False, block_size=len(data) + 1, column_names=self._names
         )
-        options = pa.csv.ParseOptions(**self._options)
-        return pa.csv.read_csv(pa.BufferReader(data), read, options, convert)
+        return pa.csv.read_csv(pa.BufferReader(data), read, self._options, convert)
 
     def _cut(self, data: bytes) -> int:
-        end = data.rfind(b"\n") + 1
+        end = super()._cut(data)
         while data.count(b'"', 0, end) % 2:  # within a quoted value
             end = data.rfind(b"\n", 0, data.rfind(b'"', 0, end)) + 1
         return end
@@ -238,9 +235,6 @@ class JsonLines(TextTable):
             pa.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
             pa.json.ParseOptions(explicit_schema=types, unexpected_field_behavior=others),
         )
-
-    def _cut(self, data: bytes) -> int:
-        return data.rfind(b"\n") + 1
 
 
 def _first_line(stream: pa.NativeFile, name: str) -> bytes:
