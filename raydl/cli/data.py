@@ -140,17 +140,20 @@ def _print_info(info: SourceInfo) -> None:
     from raydl.data.sources import KINDS
 
     kinds = {kind.name: kind.title for kind in KINDS}
-    print_lines(f"{info.source}: {info.holds} ({kinds.get(info.kind, info.kind)})")
-    if info.holds == "text":
-        print(f"{info.num_tokens:,} tokens, a vocabulary of {info.vocabulary:,}")
+    title, is_text = kinds.get(info.kind, info.kind), info.holds == "text"
+    print_lines(f"{info.source}: {title}" if is_text else f"{info.source}: {info.holds} ({title})")
+    if is_text:
+        by = ", by the largest token" if info.kind == "tokens" else ""
+        print(f"{info.num_tokens:,} tokens, a vocabulary of {info.vocabulary:,}{by}")
     if info.image_shape:
         _, height, width = info.image_shape
         size = f"{height}x{width} {info.mode} (height x width)"
         print_lines(f"images of {size}, by the first one; {len(info.class_names)} classes")
     print()
-    _print_parts(info.parts, unit="tokens" if info.holds == "text" else "rows")
-    if not info.has_test and info.holds != "text":
-        print("no test part: a run splits off a tenth, by its seed")
+    _print_parts(info.parts, unit="tokens" if is_text else "rows")
+    if not info.has_test:
+        of_text, others = "the last tenth is the test set", "a run splits off a tenth, by its seed"
+        print(f"no test part: {of_text if is_text else others}")
     if info.columns:
         print()
         sizes = ["no numbers" if c.shape is None else size_text(c.shape) for c in info.columns]
@@ -160,7 +163,8 @@ def _print_info(info: SourceInfo) -> None:
         print()
         _print_classes(info)
     how = "streams it" if info.is_streamed else "reads it at the start and keeps it in memory"
-    print(f"\n{bytes_text(info.decoded_bytes)} decoded; a run {how}")
+    what = "of tokens" if is_text else "decoded"
+    print(f"\n{bytes_text(info.decoded_bytes)} {what}; a run {how}")
     for warning in info.warnings:
         print_lines(f"warning: {warning}")
 

@@ -162,7 +162,7 @@ class Described:
     def _sets(self, *, seed: int, input: InputConfig) -> Iterable[Samples]:
         train, test, streams = self.train, self.test, self.streams(input)
         if test is None and streams and train.is_grouped:
-            split = split_numbers(len(train.sizes), "row groups", seed, self.source)
+            split = split_numbers(len(train.sizes), train.pieces[0].word, seed, self.source)
             train, test = (train.choose_groups(numbers.tolist()) for numbers in split)
         elif test is None and streams:
             train, test = map(train.choose_rows, self._split_rows(seed))
@@ -178,11 +178,11 @@ class Described:
         return (_set_of(part, _arrays_of(part)) for part in (train, test))
 
     def _split_rows(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        count, what = self.train.num_rows, "images" if self.train.has_images else "rows"
+        count = self.train.num_rows
         if self.train.has_images and count < _FEWEST_IMAGES:
             problem = f"has no test part and only {count} images: too few to split"
             raise DataError(self.source, problem)
-        return split_numbers(count, what, seed, self.source)
+        return split_numbers(count, "row", seed, self.source)
 
 
 def split_numbers(count: int, what: str, seed: int, source: str) -> tuple[np.ndarray, np.ndarray]:
@@ -192,10 +192,10 @@ def split_numbers(count: int, what: str, seed: int, source: str) -> tuple[np.nda
         DataError: if there is only one.
     """
     if count < 2:
-        raise DataError(
-            source, f"has no test part and only {count} {what}: too few to split; name files "
-            f"train-*.parquet and test-*.parquet, or save splits train and test"
-        )  # fmt: skip
+        advice = "name files train-*.parquet and test-*.parquet, or save splits train and test"
+        if what == "block":
+            advice = "give a folder with a training and a test file, or set --input.stream never"
+        raise DataError(source, f"has no test part and only one {what}: too few to split; {advice}")
     order = np.random.default_rng(seed).permutation(count)
     num_test = max(1, count // _TEST_SHARE)
     return np.sort(order[num_test:]), np.sort(order[:num_test])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from raydl.config import InputConfig
 from raydl.data.files import Place
 from raydl.data.listing import Listing, Parts, class_of, image_parts
-from raydl.data.pieces import Columns, Piece
+from raydl.data.pieces import Columns, Piece, reading
 from raydl.data.schema import Feature
 
 _THREADS = 8
@@ -24,21 +24,38 @@ IMAGE_ENDINGS = (
     ".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".pgm", ".ppm", ".tif", ".tiff",
 )  # fmt: skip
 """Endings of files that are images, in lower case."""
+_TINY_IMAGENET = "val/val_annotations.txt"
+"""The list in which Tiny ImageNet names the class of each image in ``val/images``."""
 
 
 def find_image_files(found: Listing) -> Parts | None:
     """Return the images of each part, in class folders; None if there are none."""
     images = found.ending_in(IMAGE_ENDINGS)
-    return image_parts(found, images) if any("/" in path for path in images) else None
+    if not any("/" in path for path in images):
+        return None
+    listed = [_TINY_IMAGENET] if _TINY_IMAGENET in found.files else []
+    return {**image_parts(found, images, _class_of(found)), "": listed}
+
+
+def _class_of(found: Listing) -> Callable[[str], str]:
+    """Return the function that gives the class of an image."""
+    if _TINY_IMAGENET not in found.files:
+        return class_of
+    place = found.root / _TINY_IMAGENET
+    with reading(place.name, "is not a list of images with their classes, separated by tabs"):
+        lines = [line.split("\t") for line in place.read().decode().splitlines()]
+        listed = {f"val/images/{line[0]}": line[1] for line in lines}
+    return lambda path: listed.get(path) or class_of(path)
 
 
 def open_image_files(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, list[Piece]]:
-    """Return the images of each part, under the classes of the training s"""
-    names = set(map(class_of, parts["train"]))
+    """Return the images of each part, under the classes of the training set and new ones."""
+    class_of = _class_of(found)
+    trained = set(map(class_of, parts["train"]))
     return {
-        part: [ImageFiles(found.root, paths, sorted(names | set(map(class_of, paths))))]
+        part: [ImageFiles(found.root, paths, class_of, trained)]
         for part, paths in parts.items()
-        if paths
+        if part and paths
     }
 
 
@@ -48,14 +65,23 @@ class ImageFiles(Piece):
     Args:
         root: the folder.
         paths: paths of the files below it.
-        class_names: names of all classes.
+        class_of: returns the class of a file.
+        trained: classes of the training set.
     """
 
-    def __init__(self, root: Place, paths: Sequence[str], class_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        root: Place,
+        paths: Sequence[str],
+        class_of: Callable[[str], str],
+        trained: Collection[str],
+    ) -> None:
         self.name, self._root = root.name, root
         self._paths, self.num_rows = list(paths), len(paths)
+        classes = list(map(class_of, paths))
+        class_names = sorted({*trained, *classes})
         number = {name: n for n, name in enumerate(class_names)}
-        self._labels = np.array([number[class_of(path)] for path in paths], np.int64)
+        self._labels = np.array([number[name] for name in classes], np.int64)
         self.schema = {
             "image": Feature("image", "uint8", (None, None, None)),
             "label": Feature("class", "int64", names=tuple(class_names)),

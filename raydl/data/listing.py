@@ -207,10 +207,19 @@ def _check_shards(found: Listing, paths: Sequence[str]) -> None:
             found.problems.append(f"{name} is missing{more}; fetch it, or rename the others")
 
 
-def image_parts(found: Listing, paths: Sequence[str]) -> Parts:
+def class_of(path: str) -> str:
+    """Return the class of an image: its first folder, or that below the folder of its part."""
+    folders = path.split("/")[:-1]
+    return folders[1] if len(folders) > 1 and split_of(folders[0] + "/") else folders[0]
+
+
+def image_parts(
+    found: Listing, paths: Sequence[str], class_of: Callable[[str], str] = class_of
+) -> Parts:
     """Assign images in folders named by class to train and test: ``CLASS/*``, ``train/CLASS/*``.
 
-    A folder ``train`` that holds images itself is a class.
+    A folder ``train`` that holds images itself is a class. A test set whose one folder is called
+    ``images`` has no classes, as that of Tiny ImageNet.
     """
     by_part: dict[str, list[str]] = defaultdict(list)
     for path in paths:
@@ -220,10 +229,8 @@ def image_parts(found: Listing, paths: Sequence[str]) -> Parts:
             found.left_out[path] = "beside the class folders"
         else:
             by_part[min(names, default="")].append(path)
+    trained = set(map(class_of, by_part["train"] or by_part[""]))
+    for part in ("test", "validation"):
+        if {*map(class_of, by_part[part])} == {"images"} and "images" not in trained:
+            found.left_out |= dict.fromkeys(by_part.pop(part), "without classes")
     return _assigned(found, by_part)
-
-
-def class_of(path: str) -> str:
-    """Return the class of an image: its first folder, or that below the folder of its part."""
-    folders = path.split("/")[:-1]
-    return folders[1] if len(folders) > 1 and split_of(folders[0] + "/") else folders[0]

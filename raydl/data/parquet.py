@@ -31,8 +31,6 @@ class ParquetFile(GroupedFile):
         DataError: if it is not a whole Parquet file.
     """
 
-    word = "row group"
-
     def __init__(self, place: Place, input: InputConfig | None = None) -> None:
         self.place, self.name, self._key = place, place.name, object()
         self.folder = place.parent

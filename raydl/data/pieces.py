@@ -44,6 +44,8 @@ class Piece(Protocol):
     """Samples of each group that is read as a whole, in order, each 1 or more; () if any samples
     can be read alone at little cost. It decides how the set is shuffled when it is streamed: in
     blocks of groups, or all samples."""
+    word: str = "row group"
+    """What a group is called, for messages."""
     note: str = ""
     """A sentence for the log of a run, or ""."""
 
@@ -126,9 +128,6 @@ class Piece(Protocol):
 
 class GroupedFile(Piece):
     """A piece whose file numbers its groups; those without samples are passed over."""
-
-    word: str
-    """What a group of the file is called, for messages."""
 
     def _set_sizes(self, sizes: Sequence[int]) -> None:
         """Set the groups by the samples of each group of the file."""

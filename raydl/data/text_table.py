@@ -47,6 +47,7 @@ class TextTable(Piece):
         DataError: if it is in another encoding, cannot be parsed, or lacks a value.
     """
 
+    word = "block"
     _start = 0
     """Place of the first row in the file."""
 

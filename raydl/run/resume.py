@@ -21,7 +21,8 @@ from raydl.core.stop_condition import StopCondition
 from raydl.data.ledger import check_state
 from raydl.data.order import Order
 from raydl.data.schema import Schema, compare, from_json
-from raydl.errors import CheckpointError, ConfigError, DataError, reading_error
+from raydl.data.sources import open_source
+from raydl.errors import CheckpointError, ConfigError, DataError, UnknownNameError, reading_error
 from raydl.run.folder import RunFolder
 from raydl.storage import below, in_words
 
@@ -122,7 +123,8 @@ class Start:
             check_state(snapshot.ledger)
             flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
             before = Totals.of(checkpoint, folder.storage)
-        _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
+        _refuse_other_number(config, snapshot.ledger["num_samples"], order.num_samples)
+        _refuse_other_order(order, checkpoint.state.get("order"))
         result = _result_at(folder, snapshot)
         ended_by, why = result.get("ended_by"), result.get("ended_because")
         ended = (ended_by, why) if ended_by else tuple(checkpoint.state.get("ended", ("", "")))
@@ -183,20 +185,39 @@ def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:
         )
 
 
-def _refuse_other_order(order: Order, num_before: int, name_before: str | None) -> None:
+def _refuse_other_number(config: TrainConfig, before: int, now: int) -> None:
+    """Raise a ConfigError if the run began with another number of training samples."""
+    if before == now:
+        return
+    reason = "in a folder of Parquet, files called test or validation are no training set any more"
+    if num_tif := _num_tif(config):
+        reason = (
+            f"{num_tif:,} images end in .tif or .tiff, which earlier versions did not read: move "
+            f"them out of the folder to go on, or start a new run"
+        )
+    raise ConfigError(
+        "data", f"has {now} training samples, but the run began with {before}; {reason}"
+    )
+
+
+def _num_tif(config: TrainConfig) -> int:
+    """Return how many images of the data's training folder end in .tif or .tiff."""
+    try:
+        found = open_source(config.data, input=config.input)
+    except (DataError, UnknownNameError):  # the data are no path, but objects in Python
+        return 0
+    pieces = found.pieces["train"] if found.kind == "folders" else ()
+    names = (piece.where(row).lower() for piece in pieces for row in range(piece.num_rows))
+    return sum(name.endswith((".tif", ".tiff")) for name in names)
+
+
+def _refuse_other_order(order: Order, name_before: str | None) -> None:
     """Raise a ConfigError if positions in the run's ledger now refer to other samples.
 
     Args:
         order: the present order.
-        num_before: number of samples with which the run began.
         name_before: name of the order with which it began; None in files of earlier versions.
     """
-    if num_before != order.num_samples:
-        raise ConfigError(
-            "data",
-            f"has {order.num_samples} training samples, but the run began with {num_before}; in a "
-            f"folder of Parquet, files called test or validation are no training set any more",
-        )
     if name_before and name_before != order.name:
         raise ConfigError(
             "input",

@@ -41,15 +41,53 @@ def by_pixel(samples):
 # folders
 
 
-def test_folders_below_a_class_belong_to_it_as_in_tiny_imagenet(tmp_path):
-    kinds = ["n01443537", "n01629819"]
+KINDS = ("n01443537", "n01629819")
+
+
+def tiny_imagenet(annotations=None):
+    """Return the files of a small Tiny ImageNet by path: images 0 to 19, 20 to 29 and 30 to 34."""
     files = {
-        f"train/{kinds[n % 2]}/images/{kinds[n % 2]}_{n}.JPEG": encoded(n, "JPEG")
+        f"train/{KINDS[n % 2]}/images/{KINDS[n % 2]}_{n}.JPEG": encoded(n, "JPEG")
         for n in range(20)
-    } | {f"train/{kind}/{kind}_boxes.txt": b"0 0 8 8" for kind in kinds}
+    }
+    files |= {f"train/{kind}/{kind}_boxes.txt": b"0 0 8 8" for kind in KINDS}
+    files |= {f"val/images/val_{n}.JPEG": encoded(n, "JPEG") for n in range(20, 30)}
+    files |= {f"test/images/test_{n}.JPEG": encoded(n, "JPEG") for n in range(30, 35)}
+    lines = [f"val_{n}.JPEG\t{KINDS[n % 3 % 2]}\t0\t0\t8\t8\n" for n in range(20, 30)]
+    files["val/val_annotations.txt"] = annotations or "".join(lines).encode()
+    return files | {"wnids.txt": "\n".join(KINDS).encode(), "words.txt": b"n01443537\tgoldfish"}
+
+
+def test_tiny_imagenet_is_read_as_it_is_unpacked(tmp_path):
+    data = load(write(tmp_path, tiny_imagenet()))
+    assert by_pixel(data.train) == {n: KINDS[n % 2] for n in range(20)}
+    assert by_pixel(data.test) == {n: KINDS[n % 3 % 2] for n in range(20, 30)}
+    assert "5 without classes" in data.notes[0]
+    assert "4 ending in .txt" in data.notes[0]
+
+
+def test_a_list_of_classes_that_is_damaged_is_told_in_one_sentence(tmp_path):
+    for damaged in (b"val_20.JPEG n01443537", b"\xff\xfe"):
+        folder = write(tmp_path, tiny_imagenet(damaged))
+        with pytest.raises(DataError, match=r"val_annotations.txt.*is not a list of images with"):
+            load(folder)
+    folder = write(tmp_path, tiny_imagenet(b"val_20.JPEG\tn01443537"))
+    with pytest.raises(DataError, match="has the class 'images', but elsewhere the classes n0"):
+        load(folder)
+
+
+def test_a_test_set_without_classes_is_left_out_and_a_tenth_is_split_off(tmp_path):
+    files = {p: c for p, c in tiny_imagenet().items() if p != "val/val_annotations.txt"}
     data = load(write(tmp_path, files))
-    assert set(by_pixel(data.train).values()) == set(kinds)
-    assert data.train.num_samples + data.test.num_samples == 20
+    assert set(by_pixel(data.train).values()) == set(KINDS)
+    assert (data.train.num_samples, data.test.num_samples) == (18, 2)
+    assert "15 without classes" in data.notes[0]
+
+
+def test_images_may_be_a_class(tmp_path):
+    files = {f"train/{('images', 'texts')[n % 2]}/{n}.png": encoded(n) for n in range(10)}
+    files |= {f"test/images/{n}.png": encoded(n) for n in range(10, 13)}
+    assert by_pixel(load(write(tmp_path, files)).test) == dict.fromkeys(range(10, 13), "images")
 
 
 def test_a_folder_named_train_that_holds_images_is_a_class(tmp_path):

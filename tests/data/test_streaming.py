@@ -132,6 +132,12 @@ def test_without_a_test_part_a_tenth_of_the_row_groups_becomes_the_test_set(tmp_
     assert sorted(seen.flatten(1).tolist()) == sorted(pictures(100).reshape(100, -1).tolist())
 
 
+def test_a_single_row_group_cannot_be_split(tmp_path):
+    write_pictures(tmp_path / "all.parquet", [encoded(p) for p in pictures(5)], [0] * 5)
+    with pytest.raises(DataError, match=r"only one row group: too few to split; name files train-"):
+        load(str(tmp_path), input=STREAMED)
+
+
 def test_classes_without_names_are_counted_from_the_labels_alone(tmp_path):
     cells = [encoded(p) for p in pictures(12)]
     write_pictures(tmp_path / "train-0.parquet", cells, [0, 4] * 6, names=None)

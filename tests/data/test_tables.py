@@ -230,6 +230,9 @@ def test_a_task_of_ones_own_gets_the_columns_as_they_are(houses):
          "regression predicts a column of a table: name it by --target"),
         (("--data", "iris.csv", "--input.columns", "sepal_width"),
          "needs a column to predict, but the data are rows of sepal_width"),
+        ((*IRIS, "--input.stream", "always"),
+         "has no test part and only one block: too few to split; give a folder with a training "
+         "and a test file, or set --input.stream never"),
     ],
 )  # fmt: skip
 def test_what_a_table_lacks_is_said_in_one_sentence(flowers, capsys, options, sentence):

@@ -25,6 +25,7 @@ from raydl.core.reports import Outcome
 from raydl.core.rules import MeanGradient, Sends
 from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer
+from raydl.data.samples import as_they_are
 from raydl.errors import ExchangeError
 from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Worker
@@ -38,21 +39,16 @@ class WorkerDied(Exception):
 
 
 class RecordingBatches(Batches):
-    """Batches that record the samples that a worker has read since its last exchange."""
+    """Batches that record the samples that a worker has taken since its last exchange."""
 
     def __init__(self, images):
-        super().__init__(self, Normalizer.of(images))
-        self.images = images
+        super().__init__(images, self._recorded)
+        self._prepare = Normalizer.of(images) if isinstance(images, ImageSet) else as_they_are
         self.open = []
 
-    def __getattr__(self, name):
-        return getattr(self.images, name)
-
-    num_samples = property(lambda self: self.images.num_samples)
-
-    def fetch(self, rows):
+    def _recorded(self, batch, rows, epoch):
         self.open += rows.tolist()
-        return self.images.fetch(rows)
+        return self._prepare(batch, rows, epoch)
 
 
 class LossyTransport:
@@ -128,7 +124,7 @@ class History:
 
     def __init__(self, config, *, images=None, model=linear, task=None, rule=None):
         self.images = images or tiny_images(25)
-        base = Ensemble(config, num_workers=0, images=self.images, model=model)
+        base = Ensemble(config, num_workers=0, images=self.images, model=model, task=task)
         self.job, self.snapshot = base.job, base.first
         self.published = base.published
         self._publish = base._publish

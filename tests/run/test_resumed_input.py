@@ -24,9 +24,9 @@ from raydl.run.resume import Start
 BEGAN = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
 
 
-def begin_and_resume(tmp_path, order, *, is_old=False):
+def begin_and_resume(tmp_path, order, *, is_old=False, data="digits"):
     """Begin a run with the order BEGAN, write a checkpoint, and resume it with another order."""
-    config = TrainConfig(data="digits", run=RunConfig(run_dir=str(tmp_path / "run")))
+    config = TrainConfig(data=data, run=RunConfig(run_dir=str(tmp_path / "run")))
     flat = FlatModel(torch.nn.Linear(2, 1))
     folder = RunFolder(config)
     with folder.held(resume=False):
@@ -69,6 +69,24 @@ def test_a_run_resumes_with_its_samples_in_the_same_order(tmp_path):
 def test_a_run_does_not_resume_with_another_number_of_samples(tmp_path):
     with pytest.raises(ConfigError, match="has 24 training samples, but the run began with 23"):
         begin_and_resume(tmp_path, Shuffled(24, 0))
+
+
+@pytest.mark.parametrize(("ending", "is_told"), [("tif", True), ("TIFF", True), ("png", False)])
+def test_tif_files_that_an_earlier_version_left_out_are_told_with_what_to_do(
+    tmp_path, ending, is_told
+):
+    for path in ("cat/0.png", "cat/1.png", f"dog/0.{ending}", f"dog/1.{ending}"):
+        (tmp_path / "set" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / path).touch()
+    with pytest.raises(ConfigError, match="has 24 training samples, but the run") as caught:
+        begin_and_resume(tmp_path, Shuffled(24, 0), data=str(tmp_path / "set"))
+    told = "2 images end in .tif or .tiff, which earlier versions did not read: move them out of"
+    assert (told in str(caught.value)) == is_told
+
+
+def test_another_number_of_samples_is_told_also_if_the_data_are_no_path(tmp_path):
+    with pytest.raises(ConfigError, match="has 24 training samples, but the run began with 23"):
+        begin_and_resume(tmp_path, Shuffled(24, 0), data="ray.data.Dataset")
 
 
 LABELS = {"image": Feature("image", "uint8", (1, 4, 4)),

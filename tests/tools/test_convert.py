@@ -14,6 +14,7 @@ from image_files import make_pictures as pictures
 from image_files import png_of as png
 from image_files import write_idx as idx
 from image_files import write_parquet
+from image_sets import made
 from PIL import Image
 from s3_server import s3_server, use_test_credentials
 
@@ -614,3 +615,58 @@ def test_sizes_have_binary_units():
     sizes = (0, 999, 1000, 1 << 20, 2_500_000_000, 5e15)
     texts = ["0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "2.3 GiB", "4,547.5 TiB"]
     assert [bytes_text(size) for size in sizes] == texts
+
+
+def described(source, capsys):
+    """Return the lines of ``raydl data info`` without runs of blanks."""
+    assert cli.main(["data", "info", str(source)]) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_token_files_are_described_by_their_tokens_and_bytes(tmp_path, capsys):
+    tokens = np.arange(5000, dtype=np.uint16) % 300
+    (tmp_path / "set").mkdir()
+    tokens[:4000].tofile(tmp_path / "set/train.bin")
+    tokens[4000:].tofile(tmp_path / "set/val.bin")
+    lines = described(tmp_path / "set", capsys)
+    assert lines == [
+        f"{tmp_path}/set: token files",
+        "5,000 tokens, a vocabulary of 300, by the largest token",
+        "",
+        "part tokens files",
+        "train 4,000 1",
+        "test 1,000 1",
+        "",
+        "9.8 KiB of tokens; a run streams it",
+    ]
+    tokens.tofile(tmp_path / "alone.bin")
+    lines = described(tmp_path / "alone.bin", capsys)
+    assert lines[4:7] == [
+        "train 4,500 1", "test 500 1", "no test part: the last tenth is the test set",
+    ]  # fmt: skip
+
+
+def test_a_text_is_described_by_its_bytes(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("hello world\n" * 200)
+    lines = described(tmp_path / "notes.txt", capsys)
+    assert lines[:2] == [f"{tmp_path}/notes.txt: text", "2,400 tokens, a vocabulary of 256"]
+    assert lines[-1] == "2.3 KiB of tokens; a run reads it at the start and keeps it in memory"
+
+
+def test_tar_files_are_described_by_their_images_classes_and_files(tmp_path, capsys):
+    source = made("tar", tmp_path)
+    (tmp_path / "README.md").touch()
+    assert described(source, capsys) == [
+        f"{tmp_path}: images (tar files of WebDataset)",
+        "images of 8x8 RGB (height x width), by the first one; 3 classes",
+        "",
+        "part rows files",
+        "train 24 1",
+        "test 24 1",
+        "",
+        "label class train test",
+        *(f"{n} {n} 8 8" for n in range(3)),
+        "",
+        "9.0 KiB decoded; a run reads it at the start and keeps it in memory",
+        f"warning: files of {tmp_path} that are not read: 1 ending in .md",
+    ]
