@@ -102,16 +102,15 @@ def _renamed(target: Place) -> Iterator[Place]:
 @contextmanager
 def _marked(target: Place) -> Iterator[Place]:
     storage = Storage(target.path, filesystem=target.filesystem)
-    marker = target / UNFINISHED
     try:
         with wording(target.name, "written"):
             storage.write_bytes(UNFINISHED, _NOTE)
         yield target
         with wording(target.name, "written"):
-            target.filesystem.delete_file(marker.path)
+            storage.delete_file(UNFINISHED)
     except BaseException:  # also after an interrupt
         with suppress(OSError):  # report the first error
             # The marker is deleted last.
             for name in sorted(storage.list_dir(""), key=lambda name: name == UNFINISHED):
-                target.filesystem.delete_file((target / name).path)
+                storage.delete_file(name)
         raise

@@ -81,23 +81,15 @@ class Difference:
     the second."""
 
 
-def features_of(schema: pa.Schema) -> dict[str, Any]:
-    """Return the features by column in the metadata of a schema, or an empty dict."""
-    text = (schema.metadata or {}).get(b"huggingface")
-    features: dict[str, Any] = (
-        json.loads(text).get("info", {}).get("features") or {} if text else {}
-    )
-    return features
-
-
 def hub_metadata(features: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a schema with these features by column."""
     return {"huggingface": json.dumps({"info": {"features": features}})}
 
 
 def schema_of(schema: pa.Schema) -> dict[str, Feature]:
-    """Return the features of an Arrow schema."""
-    hub = features_of(schema)
+    """Return the features of an Arrow schema, also by the metadata of the Hugging Face hub."""
+    metadata = (schema.metadata or {}).get(b"huggingface") or b"{}"
+    hub = json.loads(metadata).get("info", {}).get("features") or {}
     return {f.name: _feature(f.name, f.type, hub.get(f.name) or {}) for f in schema}
 
 
