@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -92,15 +90,22 @@ class Part:
         return tuple(self.pieces[p].groups[g] for p, g in self.groups)
 
     @cached_property
-    def _ends(self) -> list[int]:
-        """Number of the sample after each group, or after each piece without groups."""
+    def _starts(self) -> np.ndarray:
+        """First sample of each group, or of each piece without groups, and the one after all."""
         sizes = self.sizes if self.is_grouped else [piece.num_rows for piece in self.pieces]
-        return list(accumulate(sizes))
+        return np.cumsum([0, *sizes])
+
+    def _locate(self, rows: Any) -> tuple[Any, Any]:
+        """Return (group, or piece without groups; place in it) of samples, or of one."""
+        if isinstance(self.chosen, np.ndarray):
+            rows = self.chosen[rows]
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        return numbers, rows - self._starts[numbers]
 
     @property
     def num_rows(self) -> int:
         """Samples of the part."""
-        return len(self.chosen) if isinstance(self.chosen, np.ndarray) else self._ends[-1]
+        return int(len(self.chosen) if isinstance(self.chosen, np.ndarray) else self._starts[-1])
 
     @property
     def shape(self) -> DataShape:
@@ -137,10 +142,7 @@ class Part:
 
     def where(self, row: int) -> str:
         """Return where a sample lies, for messages."""
-        if isinstance(self.chosen, np.ndarray):
-            row = int(self.chosen[row])
-        number = bisect_right(self._ends, row)
-        within = row - (self._ends[number - 1] if number else 0)
+        number, within = map(int, self._locate(row))
         if not self.is_grouped:
             return self.pieces[number].where(within)
         piece, group = self.groups[number]
@@ -162,14 +164,10 @@ class Part:
         Raises:
             DataError: if a piece cannot be read.
         """
-        if isinstance(self.chosen, np.ndarray):
-            rows = self.chosen[rows]
-        numbers = np.searchsorted(self._ends, rows, side="right")
-        starts = np.array([0, *self._ends])
+        numbers, within = self._locate(rows)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
-            within = rows[places] - starts[number]
-            columns = self.pieces[number].read(within, list(self.columns.values()))
+            columns = self.pieces[number].read(within[places], list(self.columns.values()))
             yield places, self.ready(number, columns)
 
     def ready(self, number: int, columns: Columns) -> Ready:

@@ -82,9 +82,9 @@ def _rows_of(part: Part, num_rows: int) -> Iterator[pa.Table]:
 
 def _images_of(part: Part, num_rows: int) -> Iterator[pa.Table]:
     """Yield images and labels, at most ``num_rows`` at once."""
-    schema = _schema_of(part)
+    schema, read = _schema_of(part), _of_groups if part.is_grouped else _of_rows
     with ThreadPoolExecutor(_THREADS) as pool:
-        for images, paths, labels in (_of_groups if part.is_grouped else _of_rows)(part, num_rows):
+        for images, paths, labels in read(part, num_rows):
             encoded = pool.map(_encoded, images)
             cells = [{"bytes": b, "path": p} for b, p in zip(encoded, paths, strict=True)]
             columns = [pa.array(cells, _IMAGE), pa.array(labels, pa.int64())]
@@ -226,8 +226,8 @@ def _write(
 ) -> WrittenPart:
     plan, schema = file_plan(part.num_rows, config), _schema_of(part)
     sizes = [size for groups in plan for size in groups]
-    rows = (_images_of if part.has_images else _rows_of)(part, config.rows_per_group)
-    tables, num_done, num_bytes = regrouped(rows, sizes), 0, 0
+    read, num_done, num_bytes = _images_of if part.has_images else _rows_of, 0, 0
+    tables = regrouped(read(part, config.rows_per_group), sizes)
     # Encoded images rarely repeat: a dictionary, or minimum and maximum, would be useless.
     plain = [field.name for field in schema if field.type != _IMAGE]
     options = {"use_dictionary": plain, "write_statistics": plain or False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -138,7 +139,7 @@ def _with_classes(info: PartInfo, part: Part) -> PartInfo:
     label, stored, num_bad = part.schema["label"], part.columns["label"], 0
     counts = np.zeros(len(label.names), np.int64)
     different = []
-    for values in (values for piece in part.pieces for values in piece.column(stored)):
+    for values in chain.from_iterable(piece.column(stored) for piece in part.pieces):
         labels, bad = convert(values, label)
         good = labels[np.setdiff1d(np.arange(len(labels)), list(bad))] if bad else labels
         counts += np.bincount(good, minlength=len(label.names))
