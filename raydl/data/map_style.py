@@ -278,16 +278,9 @@ class MapStyle(TorchSamples):
         if self._pool is None:
             self.is_starting = True
             context = loading_context()
-            self._pool = ProcessPoolExecutor(
-                self._num_workers,
-                context,
-                initializer=_hold,
-                initargs=(
-                    pickled((self._loaded.dataset, self._loaded.init)),
-                    self._num_workers,
-                    context.Value("i", 0),
-                ),
-            )
+            users = pickled((self._loaded.dataset, self._loaded.init))
+            begin = users, self._num_workers, context.Value("i", 0)
+            self._pool = ProcessPoolExecutor(self._num_workers, context, _hold, begin)
         return self._pool
 
 

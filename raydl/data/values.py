@@ -228,9 +228,7 @@ def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _nulls(values: pa.Array) -> list[int]:
-    if not values.null_count:
-        return []
-    rows: list[int] = np.flatnonzero(~array_of(values.is_valid())).tolist()
+    rows: list[int] = pc.indices_nonzero(values.is_null()).to_pylist() if values.null_count else []
     return rows
 
 
