@@ -15,7 +15,7 @@ import tyro
 from raydl.cli.options import Flag, RunArgument, parse, print_lines, print_table
 from raydl.config.run import RUNS
 from raydl.redaction import redact, redact_values
-from raydl.text import clock_text, escape_controls
+from raydl.text import clock_text, escape_controls, loss_text
 
 if TYPE_CHECKING:
     from raydl.errors import UntrustedCodeError
@@ -108,13 +108,13 @@ def status(arguments: Sequence[str]) -> int:
 
 def _print_status(status: RunStatus) -> None:
     at = status.progress
-    accuracy = "-" if status.center_accuracy is None else f"{status.center_accuracy:.2%}"
+    center = _center(status)
     stale = f"{status.stale_sentence()}\nlast state: " if status.is_stale else ""
     workers = "requested:" if status.is_final else f"{status.num_workers} of"
     print_lines(
         f"{stale}{status.state}",
         f"epoch {at.epoch:.1f}, {at.num_samples:,} samples in {clock_text(at.seconds)}, "
-        f"center accuracy {accuracy}",
+        f"center {center if center.startswith('loss') else f'accuracy {center}'}",
         f"generation {at.generation}, round {at.round:,}, workers {workers} {status.wanted}",
     )
     if status.checkpoint_at is not None and not status.is_final:
@@ -186,7 +186,7 @@ def list_runs(arguments: Sequence[str]) -> int:
     if not statuses:
         print_lines(f"no run is in {options.folder}")
         return 0
-    head = ("run", "state", "workers", "epoch", "samples", "time", "center accuracy")
+    head = ("run", "state", "workers", "epoch", "samples", "time", "center")
     print_table(head, [_row(name, s) for name, s in statuses], numbers=head[2:])
     return 0
 
@@ -195,12 +195,19 @@ def _row(name: str, status: RunStatus | None) -> tuple[str, ...]:
     if status is None:
         return name, "unknown: it has no status", "", "", "", "", ""
     silent = f"; silent for {clock_text(status.silent_s)}" if status.is_stale else ""
-    at, accuracy = status.progress, status.center_accuracy
+    at = status.progress
     return (
         name, f"{status.state}{silent}", "" if status.is_final else str(status.num_workers),
         f"{at.epoch:.1f}", f"{at.num_samples:,}", clock_text(at.seconds),
-        "-" if accuracy is None else f"{accuracy:.2%}",
+        _center(status),
     )  # fmt: skip
+
+
+def _center(status: RunStatus) -> str:
+    """Return the center's accuracy, or its loss if the task measures no accuracy."""
+    if status.center_accuracy is None and status.center_loss is not None:
+        return f"loss {loss_text(status.center_loss)}"
+    return "-" if status.center_accuracy is None else f"{status.center_accuracy:.2%}"
 
 
 @dataclasses.dataclass(frozen=True)

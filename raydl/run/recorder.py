@@ -254,6 +254,11 @@ class RunRecorder:
         """The newest accuracy of the center, also of earlier starts, or None if unknown."""
         return self._evaluations[-1].get("accuracy") if self._evaluations else None
 
+    @property
+    def center_loss(self) -> float | None:
+        """The newest test loss of the center, also of earlier starts, or None if unknown."""
+        return self._evaluations[-1].get("loss") if self._evaluations else None
+
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Write a point of every curve."""
         now = record.at_s
@@ -485,7 +490,7 @@ class RunRecorder:
             samples_per_s=self._speed.samples_per_s,
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
             center_accuracy=self.center_accuracy,
-            center_loss=self._evaluations[-1].get("loss") if self._evaluations else None,
+            center_loss=self.center_loss,
             workers=workers,
             wanted_workers=scaling.wanted() if scaling.max_workers else "1",
             communication_share=communication_share(self._parts.seconds) if last else None,

@@ -52,6 +52,8 @@ class RunStatus:
     """The newest lines of the log, oldest first."""
     checkpoint_at: Seconds | None = None
     """Unix time of the newest checkpoint of this driver, or None if it has written none."""
+    center_loss: float | None = None
+    """Shown if the task measures no accuracy."""
     told_at: Seconds = 0.0
     """Unix time of the status, by the clock of the driver's machine."""
     driver: str = ""

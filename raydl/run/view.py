@@ -170,6 +170,7 @@ class RunView:
             workers=workers,
             events=self._log.lines if self._log else (),
             checkpoint_at=recorder.checkpoint_at if recorder else None,
+            center_loss=_finite(recorder.center_loss) if recorder else None,
         )
 
 

@@ -146,6 +146,21 @@ def test_prices_are_predicted_and_the_error_is_in_their_unit(houses):
     assert train(*HOUSES, "--task", "regression", "--epochs", "21", "--resume") == 0
 
 
+def test_a_regression_is_described_by_its_loss_and_its_error(houses, capsys):
+    assert train(*HOUSES, "--task", "regression", "--epochs", "2") == 0
+    error, loss = score_run("run")["absolute_error"], score_run("run")["loss"]
+    capsys.readouterr()
+    assert cli.main(["status", "run"]) == 0
+    assert f"center loss {loss:.4f}\n" in capsys.readouterr().out
+    assert cli.main(["list", "."]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert (head.split()[-1], row.split()[-2:]) == ("center", ["loss", f"{loss:.4f}"])
+    assert cli.main(["report", "run", "--out", "page.html"]) == 0
+    page = (houses / "page.html").read_text()
+    assert f"absolute error {error:,.4g}" in page
+    assert "accuracy" not in page.partition("<h2>Curves")[0].rpartition("</style>")[2]
+
+
 def test_a_regression_in_python_is_the_same_task(houses):
     result = raydl.Trainer(
         raydl.Regression(),

@@ -329,7 +329,7 @@ def test_several_runs_share_charts_below_a_table(tmp_path, run):
     page = (tmp_path / "both.html").read_text()
     assert out == str(tmp_path / "both.html")
     walk = PageParser(page)
-    assert walk.text.startswith("2 runs compared 2 runs compared run method center accuracy")
+    assert walk.text.startswith("2 runs compared 2 runs compared run method center samples")
     assert "Settings that differ" in walk.text
     assert "mlp:Deep" in walk.text
     assert walk.tags.count("section") == 2
@@ -407,7 +407,7 @@ def test_a_run_given_twice_is_reported_once(tmp_path):
 def test_a_timeline_of_very_many_generations_is_folded():
     events = tuple(LoggedEvent(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
     text = PageParser(make_page([facts_of(history=History({}, events, num_starts=1))])).text
-    assert "All 100 generations" in text
+    assert "All generations (100)" in text
     assert "w99 joins" in text
 
 

@@ -147,3 +147,31 @@ def test_every_sample_counts_once_an_epoch_whatever_happens_to_the_machines(
     num_out = int((counts - num_epochs).abs().sum())
     assert num_out <= (0 if is_sync else faults.num_losses * counting.MOST_OUT), counts.tolist()
     print(f"{rule}: {num_epochs} epochs, {faults.num_losses} losses, {num_out} samples out")
+
+
+def write_csv(folder):
+    """Write the numbered samples as CSV, with a text to predict, and return the options for it."""
+    folder.mkdir()
+    for number in range(6):  # each file is a block
+        first = number * counting.NUM_SAMPLES // 6
+        ids = range(first, first + counting.NUM_SAMPLES // 6)
+        rows = "".join(f"{n},{('even', 'odd')[n % 2]}\n" for n in ids)
+        (folder / f"train-{number}.csv").write_text("id,parity\n" + rows)
+    (folder / "test.csv").write_text("id,parity\n0,even\n1,odd\n")
+    return "--data", str(folder), "--target", "parity", "--input.stream", "always"
+
+
+def test_every_row_of_a_streamed_csv_counts_once_an_epoch_though_a_worker_is_killed(
+    cluster, tmp_path
+):
+    options = [
+        *write_csv(tmp_path / "rows"), "--input.shuffle-samples", "100",
+        "--method", "benchmarks.counting:AllProgress", *counting.OPTIONS,
+        "--workers", "1:2", "--epochs", "5",
+    ]  # fmt: skip
+    killed = [{"fault": "kill", "target": "rank 1", "at": "round 20"}]
+    with ClusterRun(cluster, tmp_path / "run", *options, faults=killed) as run:
+        run.wait()
+        assert len(run.result["faults_fired"]) == 1, run.output
+    counts = load_file(tmp_path / "run/center.safetensors")["counts"].round().long()
+    assert counts.tolist() == [5] * counting.NUM_SAMPLES

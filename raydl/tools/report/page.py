@@ -101,14 +101,14 @@ def _titled(title: str, content: Html | None, level: str = "h2") -> list[Html]:
 
 def _comparison(runs: Sequence[RunFacts]) -> Html:
     """Return a table with the headline figures of each run."""
-    head = ["run", "method", "center accuracy", "samples", "time", "samples/s", "workers",
+    head = ["run", "method", "center", "samples", "time", "samples/s", "workers",
             "communication", "ended"]  # fmt: skip
     rows: list[list[object]] = []
     for number, run in enumerate(runs):
         rows.append([
             element("span", line_swatch(number), " ", run.name, class_="key"),
             run.setting("method.name"),
-            written(run.figure("center_accuracy"), "{:.2%}"),
+            sections.score_text(run),
             written(run.figure("samples"), "{:,.0f}"),
             duration(run.figure("seconds")),
             written(speed(run), "{:,.0f}"),

@@ -93,9 +93,23 @@ def _score(run: RunFacts) -> tuple[str, object, str | None]:
     """Return the tile of the center's accuracy, or of its loss if the task has no accuracy."""
     accuracy, loss = run.figure("center_accuracy"), number(run.figure("center_loss"))
     if accuracy is None and loss is not None:
-        return "Center loss", written(loss, "{:.4g}"), None
+        return "Center loss", written(loss, "{:.4g}"), _other_metrics(run)
     more = None if loss is None else written(loss, "loss {:.4g}")
     return "Center accuracy", written(accuracy, "{:.2%}"), more
+
+
+def _other_metrics(run: RunFacts) -> str | None:
+    """Return what else the task measures, at the last evaluation: ``absolute error 1,927``."""
+    known = ("round", "samples", "seconds", "loss")
+    newest = (run.result.get("evaluations") or [{}])[-1]
+    others = {name.replace("_", " "): v for name, v in newest.items() if name not in known}
+    return ", ".join(f"{name} {written(v, '{:,.4g}')}" for name, v in others.items()) or None
+
+
+def score_text(run: RunFacts) -> object:
+    """Return the center's accuracy, or its loss if the task has no accuracy, for a table."""
+    title, value, _ = _score(run)
+    return f"loss {value}" if title == "Center loss" else value
 
 
 def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
@@ -243,7 +257,7 @@ def timeline(run: RunFacts) -> Html:
 
 def _long_table(what: str, head: list[str], rows: list[list[object]], *, is_open: bool) -> Html:
     """Return a table of logged rows; of too many, only the first and the last."""
-    title, half = f"All {len(rows)} {what}", _MOST_ROWS // 2
+    title, half = f"All {what} ({len(rows)})", _MOST_ROWS // 2
     if len(rows) > _MOST_ROWS:
         title = f"The first and the last {half:,} of {len(rows):,} {what}"
         rows = [*rows[:half], *rows[-half:]]
