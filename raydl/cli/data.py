@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raydl.cli.options import Flag, list_commands, parse, print_lines, print_table
-from raydl.text.formatting import clock_text, seconds_text
+from raydl.text.formatting import bytes_text, clock_text, seconds_text
 from raydl.text.redaction import redact_values
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ def convert(arguments: Sequence[str]) -> int:
     )
     from raydl.tools.convert import ConvertConfig
     from raydl.tools.convert import convert as convert_data
-    from raydl.tools.data_info import bytes_text
 
     settings = dataclasses.asdict(options)
     source, target = settings.pop("source"), settings.pop("target")
@@ -137,8 +136,8 @@ class _PlainLines:
 
 
 def _print_info(info: SourceInfo) -> None:
+    from raydl.data.schema import size_text
     from raydl.data.sources import KINDS
-    from raydl.tools.data_info import bytes_text
 
     kinds = {kind.name: kind.title for kind in KINDS}
     title, is_text = kinds.get(info.kind, info.kind), info.holds == "text"
@@ -157,7 +156,8 @@ def _print_info(info: SourceInfo) -> None:
         print(f"no test part: {of_text if is_text else others}")
     if info.columns:
         print()
-        rows = [(c.name, c.type, _shape(c.shape)) for c in info.columns]
+        sizes = ["no numbers" if c.shape is None else size_text(c.shape) for c in info.columns]
+        rows = [(c.name, c.type, size) for c, size in zip(info.columns, sizes, strict=True)]
         print_table(("column", "type", "shape of a row"), rows)
     if info.class_names:
         print()
@@ -169,15 +169,7 @@ def _print_info(info: SourceInfo) -> None:
         print_lines(f"warning: {warning}")
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    if shape is None:
-        return "no numbers"
-    return "x".join(map(str, shape)) or "a number"
-
-
 def _print_parts(parts: Sequence[PartInfo], *, unit: str) -> None:
-    from raydl.tools.data_info import bytes_text
-
     head = ("part", unit, "files", "row groups", "rows of each", "bytes of each")
     rows = [[part.name, f"{part.num_rows:,}"] for part in parts]
     for row, part in zip(rows, parts, strict=True):

@@ -5,7 +5,7 @@ through PyArrow's file systems: local paths, ``s3://`` and ``gs://`` alike.
 """
 
 from raydl.data.datasets import load
-from raydl.data.images import ImageSet, channel_statistics
+from raydl.data.in_memory import ImageSet, channel_statistics
 from raydl.data.loader import Batches, Normalizer, preparation_for, statistics_of
 from raydl.data.order import Order
 from raydl.data.samples import Batch, Dataset, DataShape, Prepare, Samples

@@ -69,10 +69,6 @@ class ImageArrays(Piece):
         """Return some of the images or labels."""
         return {name: self._arrays[name][rows] for name in names}
 
-    def where(self, row: int) -> str:
-        """Return the file and the row, for messages."""
-        return f"{self.name}, row {row}"
-
 
 def find_idx(found: Listing) -> Parts | None:
     """Return (images, labels) of each part of MNIST's own files, plain or .gz, or None.
@@ -177,11 +173,7 @@ def open_cifar(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str,
         is_there = file in found.files
         numbers = [str(number) for number in range(count)]
         names.append((found.root / file).read().decode().split() if is_there else numbers)
-    return {
-        part: [_cifar_file(place, names) for place in found.places(paths)]
-        for part, paths in parts.items()
-        if part
-    }
+    return found.each(parts, lambda place: _cifar_file(place, names))
 
 
 def _cifar_file(file: Place, names: Sequence[Sequence[str]]) -> Piece:
@@ -234,26 +226,11 @@ def open_npz(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, l
 
 
 def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str) -> np.ndarray:
+    """Return an array of an archive; nothing is allocated for one that is not whole."""
     with archive.open(entry) as content:
-        return read_array(content, entry.file_size, name=name)
-
-
-def read_array(content: IO[bytes], num_bytes: int, *, name: str = "it") -> np.ndarray:
-    """Return the array in NumPy's format; nothing is allocated for one that is not whole.
-
-    Args:
-        content: the file, at its beginning.
-        num_bytes: its size.
-        name: its name for the message.
-
-    Raises:
-        ValueError: it is damaged, has another size than its header says, or holds objects.
-        OSError: it cannot be read.
-        MemoryError: it is larger than the memory.
-    """
-    read_header(content, num_bytes, name=name)
-    content.seek(0)
-    array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)
+        read_header(content, entry.file_size, name=name)
+        content.seek(0)
+        array: np.ndarray = np.lib.format.read_array(content, allow_pickle=False)
     return array
 
 

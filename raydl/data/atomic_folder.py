@@ -12,9 +12,9 @@ import posixpath
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from raydl.data.files import Place
+from raydl.data.files import Place, wording
 from raydl.errors import DataError
-from raydl.storage import Storage, below, in_words, parent_and_name
+from raydl.storage import Storage, below, parent_and_name
 
 UNFINISHED = ".unfinished"
 """Name of the file that marks an incomplete folder."""
@@ -28,11 +28,10 @@ def refuse_unfinished(file: Place) -> None:
     Raises:
         DataError: if the folder holds the marker.
     """
-    folder, _ = parent_and_name(file.name)
-    marker = posixpath.join(posixpath.dirname(file.path), UNFINISHED)
-    if Place(file.filesystem, marker, file.name).is_file():
+    folder = file.parent
+    if (folder / UNFINISHED).is_file():
         raise DataError(
-            folder,
+            folder.name,
             f"is incomplete: its {UNFINISHED} shows that a conversion is running or was "
             f"interrupted; if none is running, delete the folder and convert again",
         )
@@ -46,20 +45,11 @@ def whole_folder(target: Place) -> AbstractContextManager[Place]:
     Raises:
         DataError: if ``target`` is a file, is not empty or cannot be written.
     """
-    with wording(target, "reached"):
+    with wording(target.name, "reached"):
         exists = _require_free(target)
     if exists or Storage(target.path, filesystem=target.filesystem).is_object_store:
         return _marked(target)
     return _renamed(target)
-
-
-@contextmanager
-def wording(place: Place, what: str) -> Iterator[None]:
-    """Turn an OSError into a DataError, "PLACE: cannot be WHAT: …"."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(place.name, f"cannot be {what}: {in_words(error)}") from error
 
 
 def _require_free(target: Place) -> bool:
@@ -91,7 +81,7 @@ def _renamed(target: Place) -> Iterator[Place]:
     storage, hidden = Storage(parent, filesystem=target.filesystem), f".{name}{UNFINISHED}"
     parent_name, _ = parent_and_name(target.name)
     folder = Place(target.filesystem, posixpath.join(parent, hidden), below(parent_name, hidden))
-    with wording(target, "written"):
+    with wording(target.name, "written"):
         if storage.exists(hidden):
             raise DataError(
                 folder.name,
@@ -101,7 +91,7 @@ def _renamed(target: Place) -> Iterator[Place]:
         target.filesystem.create_dir(folder.path, recursive=True)
     try:
         yield folder
-        with wording(target, "written"):
+        with wording(target.name, "written"):
             storage.move_dir(hidden, name)
     except BaseException:  # also after an interrupt
         with suppress(OSError):  # report the first error
@@ -112,16 +102,15 @@ def _renamed(target: Place) -> Iterator[Place]:
 @contextmanager
 def _marked(target: Place) -> Iterator[Place]:
     storage = Storage(target.path, filesystem=target.filesystem)
-    marker = target / UNFINISHED
     try:
-        with wording(target, "written"):
+        with wording(target.name, "written"):
             storage.write_bytes(UNFINISHED, _NOTE)
         yield target
-        with wording(target, "written"):
-            target.filesystem.delete_file(marker.path)
+        with wording(target.name, "written"):
+            storage.delete_file(UNFINISHED)
     except BaseException:  # also after an interrupt
         with suppress(OSError):  # report the first error
             # The marker is deleted last.
             for name in sorted(storage.list_dir(""), key=lambda name: name == UNFINISHED):
-                target.filesystem.delete_file((target / name).path)
+                storage.delete_file(name)
         raise

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from raydl.config import InputConfig
-from raydl.data.images import ImageSet
+from raydl.data.in_memory import ImageSet, TableSet
 from raydl.data.part import Part, Streamed, with_shapes
 from raydl.data.pieces import Piece
 from raydl.data.samples import Dataset, Samples
 from raydl.data.schema import Feature, Schema, as_classes, columns_of, compare
 from raydl.data.sources import Source, open_source
-from raydl.data.table import TableSet
 from raydl.data.values import Decoder
 from raydl.errors import DataError
 
@@ -110,6 +110,11 @@ class Described:
     """What a sample must be, if a model was trained on such samples."""
 
     @property
+    def parts(self) -> dict[str, Part]:
+        """The parts by name: train and, if there is one, test."""
+        return {"train": self.train} | ({} if self.test is None else {"test": self.test})
+
+    @property
     def can_be_streamed(self) -> bool:
         """Whether samples can be read when they are needed; arrays are in memory already."""
         return not self.train.pieces[0].is_in_memory
@@ -151,25 +156,26 @@ class Described:
         shaped = self.shaped(skips=input.on_bad_sample == "skip")
         for problem in shaped.problems:
             raise problem
-        return shaped._dataset(seed=seed, input=input)
+        train, test = shaped._sets(seed=seed, input=input)
+        return Dataset(train, test, self.source, shaped.train.schema, shaped.notes)
 
-    def _dataset(self, *, seed: int, input: InputConfig) -> Dataset:
-        train, test = self.train, self.test
-        streams = self.streams(input)
-        if test is None and train.is_grouped and streams:
+    def _sets(self, *, seed: int, input: InputConfig) -> Iterable[Samples]:
+        train, test, streams = self.train, self.test, self.streams(input)
+        if test is None and streams and train.is_grouped:
             split = split_numbers(len(train.sizes), train.pieces[0].word, seed, self.source)
             train, test = (train.choose_groups(numbers.tolist()) for numbers in split)
-        elif test is None and not train.is_grouped and streams:
+        elif test is None and streams:
             train, test = map(train.choose_rows, self._split_rows(seed))
-        if streams and test is not None:
-            sets: Iterable[Samples] = (streamed(part, input) for part in (train, test))
-        elif test is not None:
-            sets = (_set_of(part, _arrays_of(part)) for part in (train, test))
-        else:
+        if test is None:
             arrays, split = _arrays_of(train), self._split_rows(seed)
-            sets = (_set_of(train, {n: a[rows] for n, a in arrays.items()}) for rows in split)
-        first, second = sets
-        return Dataset(first, second, self.source, self.train.schema, self.notes)
+            return (_set_of(train, {n: a[rows] for n, a in arrays.items()}) for rows in split)
+        if streams:
+            skips, size = input.on_bad_sample == "skip", input.shuffle_samples
+            make = partial(
+                Streamed, shuffle_samples=size, num_threads=input.num_threads, skips=skips
+            )
+            return map(make, (train, test))
+        return (_set_of(part, _arrays_of(part)) for part in (train, test))
 
     def _split_rows(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         count = self.train.num_rows
@@ -193,16 +199,6 @@ def split_numbers(count: int, what: str, seed: int, source: str) -> tuple[np.nda
     order = np.random.default_rng(seed).permutation(count)
     num_test = max(1, count // _TEST_SHARE)
     return np.sort(order[num_test:]), np.sort(order[:num_test])
-
-
-def streamed(part: Part, input: InputConfig) -> Streamed:
-    """Return a part as samples that are read when they are needed."""
-    return Streamed(
-        part,
-        shuffle_samples=input.shuffle_samples,
-        num_threads=input.num_threads,
-        skips=input.on_bad_sample == "skip",
-    )
 
 
 def _arrays_of(part: Part) -> dict[str, np.ndarray]:
@@ -270,13 +266,12 @@ def describe(
         name: Part(tuple(some), columns, schema, decoder, numbering[name])
         for name, some in pieces.items()
     }
+    target = "" if parts["train"].has_images else input.target
     if parts["train"].has_images:
-        label = {"label": _with_names(schema["label"], parts)}
-        parts = {n: replace(part, schema={**schema, **label}) for n, part in parts.items()}
-    elif target := input.target:
-        label = {target: _of_target(parts, target, task)}
-        parts = {n: replace(part, schema={**schema, **label}, target=target)
-                 for n, part in parts.items()}  # fmt: skip
+        schema["label"] = _with_names(schema["label"], parts)
+    elif target:
+        schema[target] = _of_target(parts, target, task)
+    parts = {n: replace(part, schema=schema, target=target) for n, part in parts.items()}
     test = parts.get("test")
     return Described(found.name, parts["train"], test, tuple(problems), tuple(found.notes), like)
 
@@ -323,7 +318,7 @@ def _of_target(parts: Mapping[str, Part], name: str, task: str) -> Feature:
         return as_classes(target, ["0", "1"])
     held = "fractions"
     if target.dtype == "int64":
-        numbers = set[int]().union(*(_distinct(part, name) for part in parts.values()))
+        numbers = _distinct(name, *parts.values())
         if min(numbers) >= 0 and max(numbers) < _MOST_OF_TABLE:
             return _with_names(target, parts, name)
         held = f"integers from {min(numbers):,} to {max(numbers):,}"
@@ -348,13 +343,13 @@ def _with_names(label: Feature, parts: Mapping[str, Part], name: str = "label") 
     if label.names:
         return label
     if label.kind == "text" and not label.shape:
-        texts = _distinct(train, name)
+        texts = _distinct(name, train)
         _refuse_ids(len(texts), len(texts), source, stored)
         return as_classes(label, sorted(map(str, texts)))
     if label.dtype != "int64" or label.shape:
         problem = f"column {stored!r} must hold integers or texts, got {label.stored or label}"
         raise DataError(source, problem)
-    numbers: set[int] = set().union(*(_distinct(part, name) for part in parts.values()))
+    numbers = _distinct(name, *parts.values())
     largest = max(numbers, default=-1)
     if largest < 0:
         raise DataError(source, "must hold labels of 0 or more, got none: no classes to learn")
@@ -362,10 +357,10 @@ def _with_names(label: Feature, parts: Mapping[str, Part], name: str = "label") 
     return as_classes(label, [str(number) for number in range(largest + 1)])
 
 
-def _distinct(part: Part, name: str) -> set[Any]:
-    """Return the different labels of a part; read only the column of labels."""
-    stored = part.columns[name]
-    return set().union(*(piece.distinct(stored) for piece in part.pieces)) - {None}
+def _distinct(name: str, *parts: Part) -> set[Any]:
+    """Return the different labels of some parts; read only the column of labels."""
+    of_each = (piece.distinct(part.columns[name]) for part in parts for piece in part.pieces)
+    return set().union(*of_each) - {None}
 
 
 def _refuse_ids(num_classes: int, num_distinct: int, source: str, column: str) -> None:

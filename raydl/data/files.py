@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import gzip
 import posixpath
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -12,6 +15,9 @@ from pyarrow import fs
 
 from raydl.errors import DataError
 from raydl.storage import below, in_words, open_filesystem, parent_and_name
+
+_ANY = Exception
+"""What a file system in Python may raise, as that of hf://."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +53,24 @@ class Place:
         """Whether the folder exists."""
         return bool(self.info().type == fs.FileType.Directory)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it lies in a folder of this machine, and not in a store."""
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
     def info(self) -> fs.FileInfo:
         """Return its kind, its size and the time of its last change.
 
         Raises:
             DataError: if its file system cannot be reached.
         """
-        try:
+        with wording(self.name, "reached", _ANY):
             return self.filesystem.get_file_info(self.path)
-        except Exception as error:  # of a file system in Python, as that of hf://, any error
-            raise DataError(self.name, f"cannot be reached: {in_words(error)}") from error
 
     def children(self, pattern: str = "*") -> list[Place]:
         """Return the entries directly below a folder, sorted by name, without hidden files."""
-        try:
+        with wording(self.name, "listed"):
             infos = self.filesystem.get_file_info(fs.FileSelector(self.path))
-        except OSError as error:
-            raise DataError(self.name, f"cannot be listed: {in_words(error)}") from error
         names = sorted(posixpath.basename(info.path) for info in infos)
         return [self / n for n in names if fnmatch.fnmatch(n, pattern) and not n.startswith(".")]
 
@@ -77,29 +84,36 @@ class Place:
         Raises:
             DataError: if it cannot be read or is truncated.
         """
+        opened = self.filesystem.open_input_stream
+        with wording(self.name, "read"), opened(self.path, compression=None) as stream:
+            data: bytes = stream.read()
+        return _unzipped(data, self.name) if self.path.endswith(".gz") else data
+
+    def read_alone(self) -> bytes | Exception:
+        """Return the whole file, or why this file alone cannot be read."""
         try:
-            with self.filesystem.open_input_stream(self.path, compression=None) as stream:
-                data: bytes = stream.read()
-        except OSError as error:
-            raise DataError(self.name, f"cannot be read: {in_words(error)}") from error
-        if not self.path.endswith(".gz"):
-            return data
-        return _unzipped(data, self.name)
+            return self.read()
+        except Exception as error:
+            return error
+
+
+@contextmanager
+def wording(name: str, what: str, errors: type[Exception] = OSError) -> Iterator[None]:
+    """Turn the error of a file system into a DataError, "NAME: cannot be WHAT: …"."""
+    try:
+        yield
+    except errors as error:
+        raise DataError(name, f"cannot be {what}: {in_words(error)}") from error
 
 
 def _unzipped(data: bytes, name: str) -> bytes:
     """Return the content of a gzip file, which may have several members."""
-    parts = []
-    while data.strip(b"\0"):  # some tools fill up the last block
-        gzip = zlib.decompressobj(wbits=31)
-        try:
-            parts.append(gzip.decompress(data) + gzip.flush())
-        except zlib.error as error:
-            raise DataError(name, f"is not a whole gzip file: {error}") from error
-        if not gzip.eof:
-            raise DataError(name, "is a truncated gzip file")
-        data = gzip.unused_data
-    return b"".join(parts)
+    try:
+        return gzip.decompress(data)
+    except EOFError as error:
+        raise DataError(name, "is a truncated gzip file") from error
+    except (OSError, zlib.error) as error:
+        raise DataError(name, f"is not a whole gzip file: {error}") from error
 
 
 def find(source: str) -> Place:
@@ -110,10 +124,8 @@ def find(source: str) -> Place:
     """
     if "://" not in source:
         return Place(fs.LocalFileSystem(), source, source)
-    try:
+    with wording(source, "opened", _ANY):
         filesystem, path = open_filesystem(source)
-    except Exception as error:  # of a file system in Python, as that of hf://, any error
-        raise DataError(source, f"cannot be opened: {in_words(error)}") from error
     return Place(filesystem, path, source)
 
 

@@ -13,12 +13,12 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another type in Python 3.10
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,21 +28,14 @@ from torch.utils.data._utils import worker as torch_worker
 from raydl.config import TrainConfig
 from raydl.data.datasets import check_parts
 from raydl.data.map_style import (
-    Collate,
-    Init,
+    Loaded,
+    TorchSamples,
     Unreadable,
-    checked_batch,
-    class_name_of,
-    collate_and_workers_of,
-    copy_to_read,
-    dataset_of,
     end_with_the_parent,
-    init_of,
     is_map_style,
     loading_context,
     open_part,
     pickled,
-    shape_of_batch,
 )
 from raydl.data.order import InStream
 from raydl.data.samples import Batch, Dataset, part_of
@@ -78,56 +71,37 @@ class _Shard:
         )
 
 
-class IterableStyle:
+class IterableStyle(TorchSamples):
     """Samples of an iterable-style data set.
 
     Args:
-        dataset: the data set.
+        loaded: the data set.
         num_samples: samples of an epoch.
-        collate: makes a batch from a list of samples.
-        num_workers: processes that read samples; 0: the worker reads them in a thread.
-        init: called with its number in each such process before it reads; None: nothing is.
 
     Raises:
         DataError: if there is no first sample, or its batch has no tensors.
     """
 
-    is_streamed = True
+    _not_sent = ("_lock", "_samples", "_loader")
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        num_samples: int,
-        collate: Collate,
-        num_workers: int,
-        init: Init | None,
-    ) -> None:
-        self._dataset, self._collate, self._init = dataset, collate, init
-        self._to_read = copy_to_read(dataset)
+    def __init__(self, loaded: Loaded, *, num_samples: int) -> None:
         self.num_samples = num_samples
         """Samples of an epoch."""
-        # The driver reads few samples, itself. The set of a worker was unpickled.
-        self._wanted_workers, self._num_workers = num_workers, 0
-        self.source = class_name_of(dataset)
-        """Name of the class of the data set, for messages."""
         self._wanted: tuple[_Shard, int] | None = None
         """The shard of this worker and the number of its start; None in the driver."""
         self._wait_s = _FIRST_S
-        self._close()
-        self._first = self._batch_of(self._draw(1))
-        self.shape = shape_of_batch(self._first, dataset)
-        """The shape of the first sample, to build a model for."""
+        super().__init__(loaded)
 
-    def _close(self) -> None:
+    def _open(self) -> None:
+        super()._open()
         self._lock = threading.Lock()
         self._samples: Iterator[Any] | None = None
         self._loader: Any = None
         self._shard: _Shard | None = None
-        self._num_starts = 0
-        self._num_drawn = 0
-        self.is_starting = False
-        """Whether processes that read the samples have started and sent none yet."""
+        self._num_starts = self._num_drawn = 0
+
+    def _first_samples(self) -> list[Any]:
+        return self._draw(1)
 
     @property
     def note(self) -> str:
@@ -141,9 +115,6 @@ class IterableStyle:
     def order(self, seed: int) -> InStream:
         """Return positions without rows."""
         return InStream(self.num_samples)
-
-    def prefetch(self, rows: np.ndarray) -> None:
-        """Do nothing: the loader fetches the next batches ahead."""
 
     def take_shard(self, index: int, num_shards: int, *, start: int) -> None:
         """Read another shard from the next fetch on; do nothing if it is the present one.
@@ -169,63 +140,66 @@ class IterableStyle:
             return part_of(self._first, 0, 0)
         return self._batch_of(self._draw(len(rows)))
 
-    def _batch_of(self, samples: list[Any]) -> Batch:
-        return checked_batch(self._collate(samples), len(samples), source=self.source)
-
     def _draw(self, count: int) -> list[Any]:
-        """Return the next samples; in the driver, within a time limit."""
-        if self._wanted is None:
-            began_at = time.monotonic()
+        """Return the next samples; in the driver from a thread, which is abandoned after a time."""
+        if self._wanted is not None:
+            return self._draw_now(count)
+        future: Future[list[Any]] = Future()
+
+        def work() -> None:
             try:
-                return _within(
-                    self._wait_s, lambda: self._draw_now(count), count, source=self.source
-                )
-            finally:
-                self._wait_s -= time.monotonic() - began_at
-        return self._draw_now(count)
+                future.set_result(self._draw_now(count))
+            except BaseException as error:
+                future.set_exception(error)
+
+        began_at = time.monotonic()
+        threading.Thread(target=work, name="first samples", daemon=True).start()
+        try:
+            return future.result(max(0.0, self._wait_s))
+        except FutureTimeoutError:
+            problem = f"did not give {count} samples within {_FIRST_S:.0f} s"
+            raise DataError(self.source, problem) from None
+        finally:
+            self._wait_s -= time.monotonic() - began_at
 
     def _draw_now(self, count: int) -> list[Any]:
         with self._lock:
             if self._wanted is not None and self._shard != self._wanted[0]:
                 self._shard, self._num_starts = self._wanted
                 self._samples, self._loader, self._num_drawn = None, None, 0
-            return [self._next() for _ in range(count)]
+            self._samples = self._samples or self._endless()
+            try:
+                return list(itertools.islice(self._samples, count))
+            except DataError:
+                self._samples = self._loader = None
+                raise
 
-    def _next(self) -> Any:
-        """Return the next sample; at the end of the shard start it again."""
-        sample = _END if self._samples is None else next(self._samples, _END)
-        if sample is _END:
-            sample = next(self._start(), _END)
-        if sample is _END and self._is_split and not self._num_drawn:
-            self._shard = replace(cast(_Shard, self._shard), is_sieved=True)
-            self._loader = None
-            sample = next(self._start(), _END)
-        if sample is _END:
-            raise DataError(self.source, self._why_empty())
-        self.is_starting = False
-        if isinstance(sample, Unreadable):
-            self._samples = self._loader = None
-            raise sample.as_data_error(self.source, f"failed after {self._num_drawn:,} samples: ")
-        self._num_drawn += 1
-        return sample
+    def _endless(self) -> Iterator[Any]:
+        """Yield the samples of the shard; at its end start it again."""
+        while True:
+            num_before = self._num_drawn
+            for sample in self._start():
+                self.is_starting = False
+                if isinstance(sample, Unreadable):
+                    before = f"failed after {self._num_drawn:,} samples: "
+                    raise sample.as_data_error(self.source, before)
+                self._num_drawn += 1
+                yield sample
+            shard = self._shard
+            if shard and shard.num_shards > 1 and not (shard.is_sieved or self._num_drawn):
+                self._shard, self._loader = replace(shard, is_sieved=True), None
+            elif self._num_drawn == num_before:
+                raise DataError(self.source, self._why_empty())
 
     def _start(self) -> Iterator[Any]:
         shard, start = self._shard or _Shard(0, 1), self._num_starts
         self._num_starts += 1
         if not self._num_workers:
-            self._samples = _read(self._to_read, shard, start)
-            return self._samples
+            return _read(self._to_read, shard, start)
         if self._loader is None:
             self.is_starting = True
-            self._loader = _loader_of(
-                self._dataset, shard, start, num_workers=self._num_workers, init=self._init
-            )
-        self._samples = _read_messages(self._loader)
-        return self._samples
-
-    @property
-    def _is_split(self) -> bool:
-        return self._shard is not None and self._shard.num_shards > 1
+            self._loader = _loader_of(self._loaded, shard, start)
+        return _read_messages(self._loader)
 
     def _why_empty(self) -> str:
         if self._num_drawn:
@@ -233,40 +207,9 @@ class IterableStyle:
                 f"gave no sample when it was started again after {self._num_drawn:,}; each call of "
                 f"__iter__ must begin anew"
             )
-        if not self._is_split:
+        if self._shard is None or self._shard.num_shards == 1:
             return "ended without a sample"
-        return f"has fewer samples than the {cast(_Shard, self._shard).num_shards} workers"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a worker's set, which starts the stream itself."""
-        left_out = (
-            "_to_read", "_lock", "_samples", "_loader", "_shard", "_num_starts", "_num_drawn"
-        )  # fmt: skip
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "_num_workers": self._wanted_workers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._to_read = self._dataset
-        self._close()
-
-
-def _within(seconds: float, draw: Callable[[], list[Any]], count: int, *, source: str) -> list[Any]:
-    """Return samples that a thread draws, which is abandoned after a time."""
-    future: Future[list[Any]] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(draw())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="first samples", daemon=True).start()
-    try:
-        return future.result(max(0.0, seconds))
-    except FutureTimeoutError:
-        problem = f"did not give {count} samples within {_FIRST_S:.0f} s"
-        raise DataError(source, problem) from None
+        return f"has fewer samples than the {self._shard.num_shards} workers"
 
 
 def _read(dataset: Any, shard: _Shard, start: int) -> Iterator[Any]:
@@ -337,15 +280,13 @@ def _shown(info: _ShardInfo | None) -> Iterator[None]:
         torch_worker._worker_info = before
 
 
-def _loader_of(
-    dataset: Any, shard: _Shard, start: int, *, num_workers: int, init: Init | None
-) -> Any:
+def _loader_of(loaded: Loaded, shard: _Shard, start: int) -> Any:
     """Return a loader with processes that send pickled samples, and start the shard again."""
     return torch_data.DataLoader(
-        _InProcess(dataset, shard, start, init),
+        _InProcess(loaded, shard, start),
         batch_size=_PER_MESSAGE,
         collate_fn=pickled,  # as they are, each tensor would take a file descriptor
-        num_workers=num_workers,
+        num_workers=loaded.num_workers,
         persistent_workers=True,
         multiprocessing_context=loading_context(),
     )
@@ -367,38 +308,31 @@ class _InProcess(torch_data.IterableDataset[Any]):
     """A shard as torch's loading processes read it, each a part.
 
     Args:
-        dataset: the data set.
+        loaded: the data set.
         shard: the shard of the worker.
         start: number of the first start of the stream.
-        init: called with the number of the process before it reads; None: nothing is.
     """
 
-    def __init__(self, dataset: Any, shard: _Shard, start: int, init: Init | None) -> None:
-        self._dataset, self._shard, self._start, self._init = dataset, shard, start, init
-        self._has_begun = False
+    def __init__(self, loaded: Loaded, shard: _Shard, start: int) -> None:
+        self._to_begin = pickled((loaded.dataset, loaded.init))
+        self._shard, self._start = shard, start
+        self._dataset: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of this process once more."""
         info, shard = torch_data.get_worker_info(), self._shard
         assert info is not None, "it is no loading process"
-        if not self._has_begun:
-            self._has_begun = True
+        if self._to_begin:
             # A process that waits for a sample would not notice that its parent was killed.
             threading.Thread(target=end_with_the_parent, daemon=True).start()
-            if self._init is not None:
-                self._init(info.id)
+            self._dataset, init = pickle.loads(self._to_begin)
+            self._to_begin = b""
+            if init is not None:
+                init(info.id)
         if not _is_hugging_face(self._dataset):  # which splits its shard by torch's information
             shard = shard.part(info.id, info.num_workers)
         start, self._start = self._start, self._start + 1
         yield from _read(self._dataset, shard, start)
-
-    def __getstate__(self) -> dict[str, Any]:
-        users = {name: pickled(self.__dict__[name]) for name in ("_dataset", "_init")}
-        return {**self.__dict__, **users}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        users = {name: pickle.loads(state[name]) for name in ("_dataset", "_init")}
-        self.__dict__.update({**state, **users})
 
 
 def _is_hugging_face(dataset: Any) -> bool:
@@ -409,7 +343,7 @@ def _is_hugging_face(dataset: Any) -> bool:
 
 def is_iterable(data: Any) -> bool:
     """Whether something is an iterable-style data set, or a loader of one."""
-    data = dataset_of(data)
+    data = Loaded.of(data).dataset
     return isinstance(data, torch_data.IterableDataset) or _is_hugging_face(data)
 
 
@@ -427,13 +361,13 @@ def from_iterable(data: Any, config: TrainConfig) -> Dataset:
     """
     if not isinstance(data, Mapping):
         raise DataError(
-            class_name_of(data),
+            Loaded.of(data).name,
             "is iterable, so no test set can be split off; pass {'train': ..., 'test': ...}",
         )
     check_parts(data)
     if not is_map_style(data["test"]):
         raise DataError(
-            class_name_of(data["test"]),
+            Loaded.of(data["test"]).name,
             "cannot be the test set, which must have a length; pass some samples as a list: "
             "list(itertools.islice(dataset, 1000))",
         )
@@ -449,7 +383,7 @@ def from_iterable(data: Any, config: TrainConfig) -> Dataset:
 
 def _check_settings(data: Any, config: TrainConfig) -> None:
     """Raise a ConfigError if a setting promises what a stream cannot."""
-    name = class_name_of(data)
+    name = Loaded.of(data).name
     if config.training.deterministic:
         raise ConfigError(
             "training.deterministic",
@@ -465,37 +399,29 @@ def _check_settings(data: Any, config: TrainConfig) -> None:
 
 
 def _open(data: Any, config: TrainConfig) -> IterableStyle:
+    loaded = Loaded.of(data)
     if isinstance(data, torch_data.DataLoader) and data.batch_size is None:
         raise DataError(
-            class_name_of(data),
+            loaded.name,
             "must give single samples and its DataLoader a batch_size: raydl makes the batches",
         )
-    collate, num_workers = collate_and_workers_of(data)
-    dataset = dataset_of(data)
-    if collate is torch_data.default_collate and _lacks_format(dataset):
-        dataset = dataset.with_format("torch")  # its samples are lists otherwise
-    return IterableStyle(
-        dataset,
-        num_samples=_size_of(dataset, config.input.samples_per_epoch),
-        collate=collate,
-        num_workers=num_workers,
-        init=init_of(data),
+    lacks_format = (
+        _is_hugging_face(loaded.dataset) and getattr(loaded.dataset, "_formatting", None) is None
     )
+    if loaded.collate is torch_data.default_collate and lacks_format:
+        # Its samples are lists otherwise.
+        loaded = replace(loaded, dataset=loaded.dataset.with_format("torch"))
+    num_samples = config.input.samples_per_epoch or _length_of(loaded)
+    return IterableStyle(loaded, num_samples=num_samples)
 
 
-def _lacks_format(dataset: Any) -> bool:
-    return _is_hugging_face(dataset) and getattr(dataset, "_formatting", None) is None
-
-
-def _size_of(dataset: Any, wanted: int | None) -> int:
-    """Return the samples of an epoch: as set, or the length of the stream."""
-    if wanted is not None:
-        return wanted
-    if not hasattr(dataset, "__len__"):
+def _length_of(loaded: Loaded) -> int:
+    """Return the length of a stream, which is an epoch if the settings do not tell."""
+    if not hasattr(loaded.dataset, "__len__"):
         raise ConfigError(
             "input.samples_per_epoch",
-            f"must be set for {class_name_of(dataset)}, which is iterable and has no length",
+            f"must be set for {loaded.name}, which is iterable and has no length",
         )
-    if not len(dataset):
-        raise DataError(class_name_of(dataset), "holds no samples")
-    return len(dataset)
+    if not len(loaded.dataset):
+        raise DataError(loaded.name, "holds no samples")
+    return len(loaded.dataset)

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from pyarrow import fs
 
 from raydl.data.files import Place
 
@@ -28,7 +27,7 @@ def kept(place: Place, what: str, find: Callable[[], Arrays], *, folder: str) ->
         folder: where it is kept, in a folder that need not exist; "": nowhere. If it cannot be
             written, the next run searches the file again.
     """
-    if not folder or not isinstance(place.filesystem, fs.LocalFileSystem):
+    if not folder or not place.is_local:
         return find()
     name = f"{os.path.abspath(place.path)}, {what}"
     path = Path(folder) / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npz"

@@ -8,12 +8,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pyarrow import fs
 
-from raydl.data.files import Place
-from raydl.errors import DataError
-from raydl.storage import in_words
+from raydl.data.files import Place, wording
 
 _WORDS = {
     "train": ("train", "training"),
@@ -29,6 +28,8 @@ _MOST_TOLD = 3
 
 Parts = dict[str, list[str]]
 """Paths of the files of train and, if there is one, of test, below the folder of the source."""
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -51,6 +52,14 @@ class Listing:
     def places(self, paths: Iterable[str]) -> list[Place]:
         """Return the places of some of the files."""
         return [self.root / path for path in paths]
+
+    def each(self, parts: Parts, make: Callable[[Place], _T]) -> dict[str, list[_T]]:
+        """Return by part what a function makes of each of its files, one by one."""
+        return {
+            part: [make(place) for place in self.places(paths)]
+            for part, paths in parts.items()
+            if part
+        }
 
     def ending_in(self, endings: Sequence[str]) -> list[str]:
         """Return the files whose names end so, in upper or lower case."""
@@ -84,13 +93,11 @@ def list_folder(root: Place) -> Listing:
         DataError: if it cannot be listed.
     """
     found = Listing(root, root.name, [])
-    try:
-        if isinstance(root.filesystem, fs.LocalFileSystem):
+    with wording(root.name, "listed"):
+        if root.is_local:
             _walk(found, root.path, "", set())
         else:
             _select(found)
-    except OSError as error:
-        raise DataError(root.name, f"cannot be listed: {in_words(error)}") from error
     return found
 
 
@@ -130,16 +137,13 @@ def _select(found: Listing) -> None:
     """Add the files of a folder in a store, which has no links: one request per thousand files."""
     filesystem, root = found.root.filesystem, found.root.path
     infos = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-    paths = [info.path for info in infos if info.type == fs.FileType.File]
-    for path in sorted((posixpath.relpath(path, root) for path in paths), key=_by_folder):
+    files = [info.path for info in infos if info.type == fs.FileType.File]
+    paths = (posixpath.relpath(path, root) for path in files)
+    for path in sorted(paths, key=lambda path: path.split("/")):
         if any(map(_is_hidden, path.split("/"))):
             found.left_out[path] = _HIDDEN
         else:
             found.files.append(path)
-
-
-def _by_folder(path: str) -> list[str]:
-    return path.split("/")
 
 
 def split_of(path: str) -> set[str]:

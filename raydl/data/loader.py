@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raydl.config import TrainConfig
 from raydl.data.augment import Augment
-from raydl.data.images import ImageSet, channel_statistics
+from raydl.data.in_memory import ImageSet, channel_statistics
 from raydl.data.ledger import Span
 from raydl.data.order import Order
 from raydl.data.part import Streamed

@@ -15,9 +15,11 @@ import shutil
 import sys
 import tempfile
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from multiprocessing.util import get_temp_dir
 from typing import Any, cast
@@ -29,7 +31,7 @@ from torch.utils import data as torch_data
 from torch.utils.data._utils import worker as torch_worker
 
 from raydl.config import TrainConfig
-from raydl.data.datasets import check_parts
+from raydl.data.datasets import check_parts, split_numbers
 from raydl.data.order import Shuffled
 from raydl.data.samples import Batch, Dataset, DataShape, check_readable, part_of
 from raydl.data.schema import Feature, as_classes, compare
@@ -83,15 +85,86 @@ class Unreadable:
         return {"problem": self.problem, "_error": self._error if is_known else None}
 
 
-class MapStyle:
+@dataclass(frozen=True)
+class Loaded:
+    """A data set of torch, and how its loader reads it."""
+
+    dataset: Any
+    collate: Collate = torch_data.default_collate
+    """Makes a batch from a list of samples."""
+    num_workers: int = 0
+    """Processes that read samples; 0: the worker reads them in a thread."""
+    init: Init | None = None
+    """Called with its number in each such process before it reads; None: nothing is."""
+
+    @classmethod
+    def of(cls, data: Any) -> Loaded:
+        """Return the data set of a loader with its settings, or one itself with torch's."""
+        if isinstance(data, torch_data.DataLoader):
+            return cls(data.dataset, data.collate_fn, data.num_workers, data.worker_init_fn)
+        return cls(data)
+
+    @property
+    def name(self) -> str:
+        """Name of the class of the data set, for messages."""
+        return type(self.dataset).__name__
+
+
+class TorchSamples:
+    """What the samples of a map-style and of an iterable-style data set share.
+
+    Args:
+        loaded: the data set.
+
+    Raises:
+        DataError: if the first sample cannot be read, or its batch has no tensors.
+    """
+
+    is_streamed = True
+    _not_sent: tuple[str, ...] = ()
+    """Attributes that ``_open`` makes anew in another process."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded, self.source = loaded, loaded.name
+        self._to_read = copy_to_read(loaded.dataset)
+        # The driver reads few samples, itself. The set of a worker was unpickled.
+        self._num_workers = 0
+        self._open()
+        self._first = self._batch_of(self._first_samples())
+        self.shape = shape_of_batch(self._first, loaded.dataset)
+        """The shape of the first sample, to build a model for."""
+
+    def _open(self) -> None:
+        self.is_starting = False
+        """Whether processes that read the samples have started and sent none yet."""
+
+    @abstractmethod
+    def _first_samples(self) -> list[Any]:
+        """Return one sample."""
+
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Do nothing: the loader fetches the next batches ahead."""
+
+    def _batch_of(self, samples: list[Any]) -> Batch:
+        return checked_batch(self._loaded.collate(samples), len(samples), source=self.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a worker's set, which starts processes of its own."""
+        state = {n: v for n, v in self.__dict__.items() if n not in ("_to_read", *self._not_sent)}
+        return {**state, "_num_workers": self._loaded.num_workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._to_read = self._loaded.dataset
+        self._open()
+
+
+class MapStyle(TorchSamples):
     """Samples of a map-style data set.
 
     Args:
-        dataset: the data set.
+        loaded: the data set.
         rows: numbers of the samples that belong to this part, int64.
-        collate: makes a batch from a list of samples.
-        num_workers: processes that read samples; 0: the worker reads them in a thread.
-        init: called with its number in each such process before it reads; None: nothing is.
         batch_size: samples in a batch.
         skips: leave out samples that cannot be read, instead of ending the run.
 
@@ -99,36 +172,19 @@ class MapStyle:
         DataError: if the first sample cannot be read, or its batch has no tensors.
     """
 
-    is_streamed = True
+    _not_sent = ("_pool",)
 
-    def __init__(
-        self,
-        dataset: Any,
-        rows: np.ndarray,
-        *,
-        collate: Collate,
-        num_workers: int,
-        init: Init | None,
-        batch_size: int,
-        skips: bool,
-    ) -> None:
-        self._dataset, self._rows = dataset, rows
-        self._collate, self._init = collate, init
+    def __init__(self, loaded: Loaded, rows: np.ndarray, *, batch_size: int, skips: bool) -> None:
+        self._rows, self._length = rows, len(loaded.dataset)
+        self._batch_size, self._skips = batch_size, skips
         self._usual: list[tuple[int, ...]] | None = None
-        self._to_read = copy_to_read(dataset)
-        self._length, self._batch_size, self._skips = len(dataset), batch_size, skips
-        # The driver reads few samples, itself. The set of a worker was unpickled.
-        self._wanted_workers, self._num_workers = num_workers, 0
-        self.source = class_name_of(dataset)
-        """Name of the class of the data set, for messages."""
-        self._pool: ProcessPoolExecutor | None = None
-        self.is_starting = False
-        """Whether processes that read the samples have started and sent none yet."""
-        self._first = self._batch_of(self._first_sample())
-        self.shape = shape_of_batch(self._first, dataset)
-        """The shape of the first sample, to build a model for."""
+        super().__init__(loaded)
         self.schema = schema_of_batch(self._first, self.shape.class_names)
         """What a sample holds; of any size, since a collate_fn may pad samples."""
+
+    def _open(self) -> None:
+        super()._open()
+        self._pool: ProcessPoolExecutor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -139,9 +195,6 @@ class MapStyle:
         """Return the order of the samples in each epoch."""
         block_samples = _BATCHES_IN_BLOCK * self._batch_size
         return Shuffled(self.num_samples, seed, block_samples=block_samples)
-
-    def prefetch(self, rows: np.ndarray) -> None:
-        """Do nothing: the loader fetches the next batches ahead."""
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return the batch of these rows.
@@ -157,50 +210,45 @@ class MapStyle:
         Raises:
             DataError: see ``check_readable``.
         """
-        self._check_length()
-        samples, is_readable, errors = self._readable(self._rows[rows])
+        if len(self._loaded.dataset) != self._length:
+            raise DataError(
+                self.source,
+                f"had {self._length:,} samples at the start and has "
+                f"{len(self._loaded.dataset):,} now; it must not change during a run",
+            )
+        found = self._read(self._rows[rows])
+        errors = [s.as_data_error(self.source) for s in found if isinstance(s, Unreadable)]
         check_readable(errors, num_samples=len(rows), skips=self._skips)
+        is_readable = np.array([not isinstance(sample, Unreadable) for sample in found], bool)
+        samples = [sample for sample in found if not isinstance(sample, Unreadable)]
         batch = self._batch_of(samples) if samples else part_of(self._first, 0, 0)
         return batch, rows[is_readable], [error.problem for error in errors]
 
-    def _first_sample(self) -> list[Any]:
+    def _first_samples(self) -> list[Any]:
         """Return the first sample that can be read; without skipping, the first."""
-        first: DataError | None = None
+        first: Unreadable | None = None
         for number in self._rows[: _MOST_UNREADABLE if self._skips else 1]:
-            samples, _, errors = self._readable(np.array([number]))
-            if samples:
-                return samples
-            first = first or errors[0]
+            (sample,) = self._read(np.array([number]))
+            if not isinstance(sample, Unreadable):
+                return [sample]
+            first = first or sample
         assert first is not None, "no part is empty"
-        raise first
+        raise first.as_data_error(self.source)
 
-    def _check_length(self) -> None:
-        if len(self._dataset) != self._length:
-            raise DataError(
-                self.source,
-                f"had {self._length:,} samples at the start and has {len(self._dataset):,} now; it "
-                f"must not change during a run",
-            )
-
-    def _readable(self, numbers: np.ndarray) -> tuple[list[Any], np.ndarray, list[DataError]]:
-        """Return (readable samples, which of them are, an error for each other one)."""
+    def _read(self, numbers: np.ndarray) -> list[Any]:
+        """Return samples, with a stand-in for each that cannot be used."""
         if self._num_workers:
             found = self._read_in_processes(numbers)
         else:
             found = _read(self._to_read, numbers)
-        found = [self._checked(s, n) for s, n in zip(found, numbers.tolist(), strict=True)]
-        is_readable = np.array([not isinstance(sample, Unreadable) for sample in found], bool)
-        return (
-            [sample for sample in found if not isinstance(sample, Unreadable)],
-            is_readable,
-            [s.as_data_error(self.source) for s in found if isinstance(s, Unreadable)],
-        )
+        return [self._checked(s, n) for s, n in zip(found, numbers.tolist(), strict=True)]
 
     def _checked(self, sample: Any, number: int) -> Any:
         """Return a sample, or a stand-in if torch's ``default_collate`` could not batch it."""
         if sample is None:
             return Unreadable(f"sample {number} is None", ValueError("None"))
-        if isinstance(sample, Unreadable) or self._collate is not torch_data.default_collate:
+        is_default = self._loaded.collate is torch_data.default_collate
+        if isinstance(sample, Unreadable) or not is_default:
             return sample
         shapes = _shapes_of(sample)
         self._usual = shapes if self._usual is None else self._usual
@@ -230,29 +278,10 @@ class MapStyle:
         if self._pool is None:
             self.is_starting = True
             context = loading_context()
-            self._pool = ProcessPoolExecutor(
-                self._num_workers,
-                context,
-                initializer=_hold,
-                initargs=(
-                    pickled((self._dataset, self._init)),
-                    self._num_workers,
-                    context.Value("i", 0),
-                ),
-            )
+            users = pickled((self._loaded.dataset, self._loaded.init))
+            begin = users, self._num_workers, context.Value("i", 0)
+            self._pool = ProcessPoolExecutor(self._num_workers, context, _hold, begin)
         return self._pool
-
-    def _batch_of(self, samples: list[Any]) -> Batch:
-        return checked_batch(self._collate(samples), len(samples), source=self.source)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a worker's set, which starts processes of its own."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_to_read"}
-        return {**state, "_pool": None, "_num_workers": self._wanted_workers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._to_read = self._dataset
 
 
 def loading_context() -> BaseContext:
@@ -361,14 +390,14 @@ def _read_held(numbers: np.ndarray) -> bytes:
 
 def _read(dataset: Any, numbers: np.ndarray) -> list[Any]:
     """Return samples, with a stand-in for each that cannot be read."""
-    return [_sample(dataset, number) for number in numbers.tolist()]
-
-
-def _sample(dataset: Any, number: int) -> Any:
-    try:
-        return dataset[number]
-    except Exception as error:  # of the user's code, or of a file
-        return Unreadable(f"sample {number} cannot be read: {in_one_line(error)}", error)
+    found = []
+    for number in numbers.tolist():
+        try:
+            found.append(dataset[number])
+        except Exception as error:  # of the user's code, or of a file
+            problem = f"sample {number} cannot be read: {in_one_line(error)}"
+            found.append(Unreadable(problem, error))
+    return found
 
 
 def _shapes_of(sample: Any) -> list[tuple[int, ...]]:
@@ -441,41 +470,16 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     if (classes := getattr(dataset, "classes", None)) is not None:
         return tuple(map(str, classes))
     targets = getattr(dataset, "targets", None)
-    if targets is None or not len(targets) or not _are_numbers(targets[0]):
+    if targets is None or not len(targets):
         return ()
-    return tuple(map(str, range(int(max(targets)) + 1)))
-
-
-def _are_numbers(target: Any) -> bool:
-    """Whether targets are classes, by the first; those of other tasks may be paths."""
-    return np.ndim(target) == 0 and np.asarray(target).dtype.kind in "iu"
-
-
-def class_name_of(data: Any) -> str:
-    """Return the name of the class of a data set, or of the data set of a loader."""
-    return type(dataset_of(data)).__name__
-
-
-def dataset_of(data: Any) -> Any:
-    """Return a data set itself, or that of a loader."""
-    return data.dataset if isinstance(data, torch_data.DataLoader) else data
-
-
-def collate_and_workers_of(data: Any) -> tuple[Collate, int]:
-    """Return (``collate_fn``, ``num_workers``) of a loader; of a data set torch's defaults."""
-    if isinstance(data, torch_data.DataLoader):
-        return data.collate_fn, data.num_workers
-    return torch_data.default_collate, 0
-
-
-def init_of(data: Any) -> Init | None:
-    """Return the ``worker_init_fn`` of a loader, if it has one."""
-    return data.worker_init_fn if isinstance(data, torch_data.DataLoader) else None
+    first = np.asarray(targets[0])  # those of other tasks than classes may be paths
+    are_classes = first.ndim == 0 and first.dtype.kind in "iu"
+    return tuple(map(str, range(int(max(targets)) + 1))) if are_classes else ()
 
 
 def is_map_style(data: Any) -> bool:
     """Whether something is a map-style data set, or a loader of one."""
-    data = dataset_of(data)
+    data = Loaded.of(data).dataset
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(
         data, (str, bytes, Mapping, Tensor, np.ndarray, torch_data.IterableDataset)
     )  # fmt: skip
@@ -496,14 +500,11 @@ def from_map_style(data: Any, config: TrainConfig) -> Dataset:
         check_parts(data)
         train, test = (open_part(data[name], None, config) for name in ("train", "test"))
     else:
-        count = len(dataset_of(data))
+        count = len(Loaded.of(data).dataset)
         if count < 2:
             raise DataError("data", f"has only {count} samples: too few to split off a test set")
-        rows = np.random.default_rng(config.training.seed).permutation(count)
-        num_test = max(1, count // 10)
-        train, test = (
-            open_part(data, np.sort(r), config) for r in (rows[num_test:], rows[:num_test])
-        )
+        split = split_numbers(count, "samples", config.training.seed, "data")
+        train, test = (open_part(data, rows, config) for rows in split)
     of_each = (train.schema, test.schema)
     for difference in (*compare(*of_each), *compare(*reversed(of_each))):
         raise DataError(test.source, difference.problem)
@@ -518,23 +519,16 @@ def open_part(data: Any, rows: np.ndarray | None, config: TrainConfig) -> MapSty
     """
     if isinstance(data, torch_data.DataLoader):
         _check_sampler(data)
-    collate, num_workers = collate_and_workers_of(data)
-    init = init_of(data)
-    data = dataset_of(data)
-    if hasattr(data, "with_format") and getattr(data, "format", {}).get("type") is None:
-        data = data.with_format("torch")  # a datasets.Dataset, whose samples are lists otherwise
-    if not len(data):
-        raise DataError(class_name_of(data), "holds no samples")
-    rows = np.arange(len(data)) if rows is None else rows
-    return MapStyle(
-        data,
-        rows,
-        collate=collate,
-        num_workers=num_workers,
-        init=init,
-        batch_size=config.training.batch_size,
-        skips=config.input.on_bad_sample == "skip",
-    )
+    loaded = Loaded.of(data)
+    dataset = loaded.dataset
+    if hasattr(dataset, "with_format") and getattr(dataset, "format", {}).get("type") is None:
+        # A datasets.Dataset, whose samples are lists otherwise.
+        loaded = replace(loaded, dataset=dataset.with_format("torch"))
+    if not len(dataset):
+        raise DataError(loaded.name, "holds no samples")
+    rows = np.arange(len(dataset)) if rows is None else rows
+    skips = config.input.on_bad_sample == "skip"
+    return MapStyle(loaded, rows, batch_size=config.training.batch_size, skips=skips)
 
 
 def _check_sampler(loader: torch_data.DataLoader[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +31,7 @@ class ParquetFile(GroupedFile):
     """
 
     def __init__(self, place: Place, input: InputConfig | None = None) -> None:
-        self.place, self.name, self._key = place, place.name, object()
+        self.place, self.name = place, place.name
         self.folder = place.parent
         with reading(self.name, "is not a whole Parquet file"), self.place.open() as stream:
             footer = self._footer(stream)
@@ -41,12 +40,12 @@ class ParquetFile(GroupedFile):
         self._set_sizes([footer.row_group(n).num_rows for n in range(footer.num_row_groups)])
 
     def _footer(self, stream: pa.NativeFile) -> pq.FileMetaData:
-        footer = _footers.get(self._key)
+        footer = _footers.get(self)
         if footer is None:
             footer = pq.read_metadata(stream)
             while len(_footers) >= _MOST_FOOTERS:
                 _footers.pop(next(iter(_footers)), None)
-            _footers[self._key] = footer
+            _footers[self] = footer
         return footer
 
     def read_group(self, number: int, names: Sequence[str]) -> Columns:
@@ -75,10 +74,3 @@ class ParquetFile(GroupedFile):
             if footer.schema.column(i).path.split(".")[0] in wanted
         ]  # fmt: skip
         return [sum(g.column(i).total_uncompressed_size for i in places) for g in groups]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_key"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._key = object()

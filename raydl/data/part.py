@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
+from raydl.data.image_files import with_files
 from raydl.data.order import InBlocks, Shuffled
-from raydl.data.paths import with_files
 from raydl.data.pieces import Columns, Piece
 from raydl.data.row_groups import GroupCache
 from raydl.data.samples import Batch, DataShape, check_readable
@@ -92,15 +90,22 @@ class Part:
         return tuple(self.pieces[p].groups[g] for p, g in self.groups)
 
     @cached_property
-    def _ends(self) -> list[int]:
-        """Number of the sample after each group, or after each piece without groups."""
+    def _starts(self) -> np.ndarray:
+        """First sample of each group, or of each piece without groups, and the one after all."""
         sizes = self.sizes if self.is_grouped else [piece.num_rows for piece in self.pieces]
-        return list(accumulate(sizes))
+        return np.cumsum([0, *sizes])
+
+    def _locate(self, rows: Any) -> tuple[Any, Any]:
+        """Return (group, or piece without groups; place in it) of samples, or of one."""
+        if isinstance(self.chosen, np.ndarray):
+            rows = self.chosen[rows]
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        return numbers, rows - self._starts[numbers]
 
     @property
     def num_rows(self) -> int:
         """Samples of the part."""
-        return len(self.chosen) if isinstance(self.chosen, np.ndarray) else self._ends[-1]
+        return int(len(self.chosen) if isinstance(self.chosen, np.ndarray) else self._starts[-1])
 
     @property
     def shape(self) -> DataShape:
@@ -137,10 +142,7 @@ class Part:
 
     def where(self, row: int) -> str:
         """Return where a sample lies, for messages."""
-        if isinstance(self.chosen, np.ndarray):
-            row = int(self.chosen[row])
-        number = bisect_right(self._ends, row)
-        within = row - (self._ends[number - 1] if number else 0)
+        number, within = map(int, self._locate(row))
         if not self.is_grouped:
             return self.pieces[number].where(within)
         piece, group = self.groups[number]
@@ -162,24 +164,11 @@ class Part:
         Raises:
             DataError: if a piece cannot be read.
         """
-        if isinstance(self.chosen, np.ndarray):
-            rows = self.chosen[rows]
-        numbers = np.searchsorted(self._ends, rows, side="right")
-        starts = np.array([0, *self._ends])
+        numbers, within = self._locate(rows)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
-            within = rows[places] - starts[number]
-            columns = self.pieces[number].read(within, list(self.columns.values()))
+            columns = self.pieces[number].read(within[places], list(self.columns.values()))
             yield places, self.ready(number, columns)
-
-    def column(self, name: str) -> Iterator[Any]:
-        """Yield the stored values of one column, group by group."""
-        stored = self.columns[name]
-        for piece in self.pieces:
-            if not piece.groups:
-                yield piece.read(np.arange(piece.num_rows), [stored])[stored]
-            for group in range(len(piece.groups)):
-                yield piece.read_group(group, [stored])[stored]
 
     def ready(self, number: int, columns: Columns) -> Ready:
         """Return stored samples of a piece, converted and checked.
@@ -205,9 +194,7 @@ class Part:
             except ValueError as error:
                 raise DataError(self.pieces[number].name, f"column {stored!r} {error}") from error
             if None not in feature.shape and values.shape[1:] != feature.shape:
-                size, first = (
-                    size_text(s) or "a number" for s in (values.shape[1:], feature.shape)
-                )
+                size, first = size_text(values.shape[1:]), size_text(feature.shape)
                 problems |= dict.fromkeys(range(len(values)), f"is {size}, the first one {first}")
                 values = np.zeros((len(values), *self._shape_of(name)), feature.dtype)
             if feature.kind == "class" and number in self.numbering:
@@ -316,12 +303,12 @@ class Streamed:
         self.num_samples = part.num_rows
         """Samples of the part."""
         self._groups = GroupCache(part.sizes, part.read_group) if part.is_grouped else None
-        self._make_pool()
 
-    def _make_pool(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        if self.part.has_images and decodes_in_threads(self.shape.input_shape):
-            self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode")
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor | None:
+        if not decodes_in_threads(self.shape.input_shape):
+            return None
+        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode")
 
     @property
     def is_streamed(self) -> bool:
@@ -464,7 +451,3 @@ class Streamed:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_pool"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_pool()

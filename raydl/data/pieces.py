@@ -76,7 +76,7 @@ class Piece(Protocol):
 
     def where(self, row: int) -> str:
         """Return where a sample lies, for messages: ``train.parquet, row group 2, row 17``."""
-        ...
+        return f"{self.name}, row {row}"
 
     def batches(self, names: Sequence[str], num_rows: int) -> Iterator[Columns]:
         """Yield some columns of all samples in order, in parts of at most ``num_rows`` samples.
@@ -99,6 +99,17 @@ class Piece(Protocol):
         """Return the bytes of some columns in each group, as far as the format tells; or ()."""
         return ()
 
+    def column(self, name: str) -> Iterator[Any]:
+        """Yield the values of one column, group by group; without groups, at once.
+
+        Raises:
+            DataError: if they cannot be read.
+        """
+        for number in range(len(self.groups)):
+            yield self.read_group(number, [name])[name]
+        if not self.groups:
+            yield self.read(np.arange(self.num_rows), [name])[name]
+
     def distinct(self, name: str) -> set[Any]:
         """Return the different values of a column of labels.
 
@@ -106,9 +117,7 @@ class Piece(Protocol):
             DataError: if they cannot be read.
         """
         found: set[Any] = set()
-        groups: Iterator[Columns] = (self.read_group(n, [name]) for n in range(len(self.groups)))
-        for columns in groups if self.groups else self.batches([name], self.num_rows):
-            values = columns[name]
+        for values in self.column(name):
             if isinstance(values, (pa.Array, pa.ChunkedArray)):
                 values = pc.unique(values).to_pylist()
             elif isinstance(values, np.ndarray):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raydl.data.ledger import split_evenly
-from raydl.data.order import Order, Shuffled
+from raydl.data.order import Order
 from raydl.data.schema import Schema, size_text
 from raydl.errors import DataError, failure_of_machine
 
@@ -110,22 +110,6 @@ class Samples(Protocol):
     def prefetch(self, rows: np.ndarray) -> None:
         """Start to read the rows that will be fetched soon, and drop others from the cache."""
         ...
-
-
-class InMemory:
-    """Base class of sets that are wholly in memory."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """False."""
-        return False
-
-    def order(self: Samples, seed: int) -> Shuffled:
-        """Return the order of the samples in each epoch."""
-        return Shuffled(self.num_samples, seed)
-
-    def prefetch(self, rows: np.ndarray) -> None:
-        """Do nothing: all samples are in memory."""
 
 
 @runtime_checkable

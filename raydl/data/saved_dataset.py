@@ -1,18 +1,19 @@
-"""Folders that ``save_to_disk`` of Hugging Face's ``datasets`` wrote: Arrow files and their state.
+"""Folders that ``save_to_disk`` of Hugging Face's ``datasets`` wrote, and such sets in Python.
 
-PyArrow reads them; the library itself is not needed. The record batches are the groups.
+PyArrow reads the Arrow files of a folder; the library itself is not needed. The record batches are
+the groups. A ``datasets.Dataset`` gives its own Arrow rows by the same road.
 """
 
 from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-from pyarrow import fs
 
 from raydl.config import InputConfig
 from raydl.data.files import Place
@@ -79,17 +80,12 @@ def _read_json(place: Place) -> dict[str, Any]:
 
 def open_saved(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, list[Piece]]:
     """Return the Arrow files of each part of a saved set."""
-    return {
-        part: [ArrowFile(place, _columns_of_format(place, input)) for place in found.places(paths)]
-        for part, paths in parts.items()
-        if part
-    }
+    return found.each(parts, lambda place: ArrowFile(place, _columns_of_format(place, input)))
 
 
 def _columns_of_format(place: Place, input: InputConfig) -> Sequence[str]:
     """Return the columns of the set's format, or () for all; those that a user names win."""
-    folder = Place(place.filesystem, posixpath.dirname(place.path), place.name)
-    state = _read_json(folder / _STATE)
+    state = _read_json(place.parent / _STATE)
     is_all = bool(input.columns_named) or state.get("_output_all_columns")
     return () if is_all else state.get("_format_columns") or ()
 
@@ -141,17 +137,39 @@ class ArrowFile(GroupedFile):
         return [self.starts[n + 1] - self.starts[n] for n in self._numbers]
 
 
-@contextmanager
-def _opened(file: Place) -> Iterator[pa.NativeFile]:
+def _opened(file: Place) -> pa.NativeFile:
     """Open a file; map a local one, so that only what is used is read."""
-    if isinstance(file.filesystem, fs.LocalFileSystem):
-        with pa.memory_map(file.path) as stream:
-            yield stream
-    else:
-        with file.open() as stream:
-            yield stream
+    return pa.memory_map(file.path) if file.is_local else file.open()
 
 
 def _plain(values: pa.Array) -> pa.Array:
     """Return a column without the type of ``datasets`` that Arrow knows if that is imported."""
     return values.storage if isinstance(values.type, pa.BaseExtensionType) else values
+
+
+class HubRows(Piece):
+    """Rows of a ``datasets.Dataset``.
+
+    Args:
+        data: one without a format.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.name, self.num_rows = "datasets.Dataset", len(data)
+        self.schema = schema_of(data.features.arrow_schema)
+        self._rows = data.with_format("arrow")
+
+    def read(self, rows: np.ndarray, names: Sequence[str]) -> Columns:
+        """Return some columns of some rows, as they are stored."""
+        with reading(self.name, "cannot be read"):
+            table = self._rows.select_columns(list(names))[rows]
+        return {name: table[name] for name in names}
+
+
+def is_stored(data: Any) -> bool:
+    """Whether something is a ``datasets.Dataset`` without a format.
+
+    One with a format or a transform gives other samples than it stores.
+    """
+    kind = getattr(sys.modules.get("datasets"), "Dataset", ())
+    return isinstance(data, kind) and data.format["type"] is None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raydl.config.typed import typed
 from raydl.errors import DataError
 
 IMAGE_NAMES = ("image", "img")
@@ -80,23 +81,15 @@ class Difference:
     the second."""
 
 
-def features_of(schema: pa.Schema) -> dict[str, Any]:
-    """Return the features by column in the metadata of a schema, or an empty dict."""
-    text = (schema.metadata or {}).get(b"huggingface")
-    features: dict[str, Any] = (
-        json.loads(text).get("info", {}).get("features") or {} if text else {}
-    )
-    return features
-
-
 def hub_metadata(features: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a schema with these features by column."""
     return {"huggingface": json.dumps({"info": {"features": features}})}
 
 
 def schema_of(schema: pa.Schema) -> dict[str, Feature]:
-    """Return the features of an Arrow schema."""
-    hub = features_of(schema)
+    """Return the features of an Arrow schema, also by the metadata of the Hugging Face hub."""
+    metadata = (schema.metadata or {}).get(b"huggingface") or b"{}"
+    hub = json.loads(metadata).get("info", {}).get("features") or {}
     return {f.name: _feature(f.name, f.type, hub.get(f.name) or {}) for f in schema}
 
 
@@ -107,7 +100,10 @@ def _feature(name: str, type: pa.DataType, hub: Mapping[str, Any]) -> Feature:
     if hub.get("names") is not None and pa.types.is_integer(type):
         return Feature("class", "int64", names=tuple(map(str, hub["names"])), stored=stored)
     shape, type = _shape_and_type(type)
-    dtype = _dtype_of(type)
+    return _plain(dtype_of(type), shape, stored)
+
+
+def _plain(dtype: str, shape: tuple[int | None, ...], stored: str) -> Feature:
     kind = "text" if dtype == "text" else "vector" if shape else "number"
     return Feature(kind, dtype, shape, stored=stored)
 
@@ -116,13 +112,8 @@ def _is_image(name: str, type: pa.DataType) -> bool:
     """Whether a column without metadata holds images: of that name, or files as structs."""
     if pa.types.is_struct(type):
         return bool(type.get_field_index("bytes") >= 0)
-    is_any = (
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-        pa.types.is_string,
-        pa.types.is_large_string,
-    )
-    is_file = any(is_it(type) for is_it in is_any)  # encoded, or a path
+    # Encoded, or a path.
+    is_file = type in (pa.binary(), pa.large_binary(), pa.string(), pa.large_string())
     return name in IMAGE_NAMES and (is_file or isinstance(type, pa.BaseExtensionType))
 
 
@@ -144,7 +135,8 @@ def is_list(type: pa.DataType) -> bool:
     return any(is_it(type) for is_it in is_any)
 
 
-def _dtype_of(type: pa.DataType) -> str:
+def dtype_of(type: pa.DataType) -> str:
+    """Return the type in a batch of the values of a type that is no list; text if it has none."""
     if pa.types.is_boolean(type):
         return "bool"
     if pa.types.is_integer(type):
@@ -154,12 +146,10 @@ def _dtype_of(type: pa.DataType) -> str:
 
 def schema_of_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Feature]:
     """Return the features of arrays whose first dimension is the samples."""
-    found = {}
-    for name, array in arrays.items():
-        dtype, shape = _DTYPES.get(array.dtype.kind, "text"), array.shape[1:]
-        kind = "text" if dtype == "text" else "vector" if shape else "number"
-        found[name] = Feature(kind, dtype, shape, stored=str(array.dtype))
-    return found
+    return {
+        name: _plain(_DTYPES.get(array.dtype.kind, "text"), array.shape[1:], str(array.dtype))
+        for name, array in arrays.items()
+    }
 
 
 def compare(first: Schema, other: Schema) -> list[Difference]:
@@ -205,8 +195,8 @@ def _beside(feature: Feature, other: Feature) -> str:
 
 
 def size_text(shape: Sequence[int | None]) -> str:
-    """Return the text of a shape: ``3x32x32``."""
-    return "x".join("?" if n is None else str(n) for n in shape)
+    """Return the text of a shape: ``3x32x32``; of (): ``a number``."""
+    return "x".join("?" if n is None else str(n) for n in shape) or "a number"
 
 
 def _numbers_alone(a: Feature, b: Feature) -> bool:
@@ -307,12 +297,6 @@ def from_json(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Feature]:
         ValueError: it is damaged.
     """
     try:
-        return {
-            name: Feature(
-                str(v["kind"]), str(v["dtype"]), tuple(v["shape"]), tuple(map(str, v["names"])),
-                int(v["vocabulary"]), stored=str(v.get("stored", "")),
-            )
-            for name, v in values.items()
-        }  # fmt: skip
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its schema of the data is damaged: {error!r}") from error
+        return typed(dict[str, Feature], values)
+    except ValueError as error:
+        raise ValueError(f"its schema of the data is damaged: {error}") from error

@@ -20,9 +20,14 @@ from raydl.data.parquet import ParquetFile
 from raydl.data.pieces import Piece
 from raydl.data.saved_dataset import find_saved, open_saved
 from raydl.data.tar import Tar
-from raydl.data.text import TEXT_ENDINGS, open_text
 from raydl.data.text_table import CsvFile, JsonLines
-from raydl.data.token_files import TOKEN_ENDINGS, find_tokens, open_tokens
+from raydl.data.token_files import (
+    TEXT_ENDINGS,
+    TOKEN_ENDINGS,
+    find_tokens,
+    open_text,
+    open_tokens,
+)
 from raydl.errors import DataError, UnknownNameError
 from raydl.storage import parent_and_name
 
@@ -68,15 +73,7 @@ def _nearest(found: Listing, paths: list[str]) -> list[str]:
 
 def each(make: Callable[[Place, InputConfig], Piece]) -> Open:
     """Return the function that opens the files of each part one by one."""
-
-    def open(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str, Sequence[Piece]]:
-        return {
-            part: [make(place, input) for place in found.places(paths)]
-            for part, paths in parts.items()
-            if part
-        }
-
-    return open
+    return lambda found, parts, input: found.each(parts, lambda place: make(place, input))
 
 
 KINDS = (
@@ -149,23 +146,17 @@ def open_source(source: str, *, input: InputConfig, seed: int = 0) -> Source:
 def _listing(source: str) -> Listing:
     """Return the files that a path, a URI or a glob names."""
     place, *others = files.matching(source)
-    if others:
-        return _named(source, [place, *others])
-    if place.is_dir():
+    if not others and place.is_dir():
         return list_folder(place)
-    if place.is_file():
-        return _named(source, [place])
+    if others or place.is_file():
+        parent, _ = parent_and_name(source)
+        folder = replace(files.find(parent or "."), name=parent)
+        names = [named.basename for named in (place, *others)]
+        return Listing(folder, source, names, is_explicit=True)
     if re.fullmatch(r"[\w-]+", source):
         setting = "data names no file or folder, and the list of bundled data"
         raise UnknownNameError(setting, source, _BUNDLED)
     raise DataError(source, "there is no such file or folder")
-
-
-def _named(source: str, places: Sequence[Place]) -> Listing:
-    """Return the listing of files that the user has named."""
-    parent, _ = parent_and_name(source)
-    folder = replace(files.find(parent or "."), name=parent)
-    return Listing(folder, source, [place.basename for place in places], is_explicit=True)
 
 
 def _unknown(found: Listing) -> DataError:

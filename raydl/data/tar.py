@@ -19,7 +19,6 @@ from operator import itemgetter
 from typing import IO
 
 import numpy as np
-from pyarrow import fs
 
 from raydl.config import InputConfig
 from raydl.data.files import Place
@@ -56,7 +55,7 @@ class Tar(Piece):
 
     def __init__(self, place: Place, input: InputConfig) -> None:
         self.name, self._place = place.name, place
-        if not isinstance(place.filesystem, fs.LocalFileSystem):
+        if not place.is_local:
             raise DataError(
                 self.name, "is in a store, but its samples are read one by one; copy it to a disk"
             )

@@ -20,7 +20,7 @@ import pyarrow.json
 
 from raydl.config import InputConfig
 from raydl.data.files import Place
-from raydl.data.pieces import Columns, Piece, reading
+from raydl.data.pieces import Columns, GroupedFile, reading
 from raydl.data.schema import schema_of
 from raydl.errors import DataError
 
@@ -36,7 +36,7 @@ _CODE_IN_LINE = re.compile(rb"(?:^|[\n,\t])[\s\"]*[-+]?0\d")
 _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
-class TextTable(Piece):
+class TextTable(GroupedFile):
     """A table in a text file in UTF-8. Its names and types follow from the whole file.
 
     Args:
@@ -57,8 +57,7 @@ class TextTable(Piece):
         self._examples: dict[str, str] = {}
         with reading(self.name, "cannot be read"):
             self.arrow_schema = self._inferred()
-            self._spans, self.groups = self._measured()
-        self.num_rows = sum(self.groups)
+            self._measure()
         self.schema = schema_of(self.arrow_schema)
         for name, text in self._examples.items():
             stored = f"{self.schema[name].stored} such as {text!r}"
@@ -68,9 +67,9 @@ class TextTable(Piece):
     def _parse(self, data: bytes, types: pa.Schema | None) -> pa.Table:
         """Return some lines as a table, of the columns in ``types``; None: infer all of them."""
 
-    @abstractmethod
     def _cut(self, data: bytes) -> int:
         """Return the end of the last whole row among some lines, or 0."""
+        return data.rfind(b"\n") + 1
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield (place in the file, bytes) of blocks of whole rows."""
@@ -106,19 +105,17 @@ class TextTable(Piece):
     def _refuse_codes(self, data: bytes, types: pa.Schema) -> None:
         """Raise a DataError if a number would lose leading zeros."""
 
-    def _measured(self) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-        """Return (place, bytes) and the number of rows of each block with rows."""
-        spans, sizes, num_rows = [], [], 0
+    def _measure(self) -> None:
+        """Note (place, bytes) and the rows of each block."""
+        self._spans, sizes, num_rows = list[tuple[int, int]](), [], 0
         for start, data in self._blocks():
             table = self._read(data)
-            kept = self._kept(table, num_rows)
+            self._spans.append((start, len(data)))
+            sizes.append(len(self._kept(table, num_rows)))
             num_rows += len(table)
-            if len(kept):
-                spans.append((start, len(data)))
-                sizes.append(len(kept))
-        if left_out := num_rows - sum(sizes):
+        self._set_sizes(sizes)
+        if left_out := num_rows - self.num_rows:
             self.note = f"{left_out:,} of {num_rows:,} rows of {self.name} lack a value: left out"
-        return spans, tuple(sizes)
 
     def _read(self, data: bytes) -> pa.Table:
         """Return the columns to read, without blanks around texts, and nulls for no value."""
@@ -148,16 +145,16 @@ class TextTable(Piece):
 
     def read_group(self, number: int, names: Sequence[str]) -> Columns:
         """Return some columns of a block."""
-        start, length = self._spans[number]
+        start, length = self._spans[self._numbers[number]]
         with reading(self.name, "cannot be read"), self.place.open() as stream:
-            table = self._kept(self._read(stream.read_at(length, start)), sum(self.groups[:number]))
+            table = self._kept(self._read(stream.read_at(length, start)), int(self._starts[number]))
             if len(table) != self.groups[number]:
                 raise DataError(self.name, "has changed since it was opened")
             return {name: table[name] for name in names}
 
     def group_bytes(self, names: Sequence[str]) -> list[int]:
         """Return the bytes of each block in the file, all columns included."""
-        return [length for _, length in self._spans]
+        return [self._spans[number][1] for number in self._numbers]
 
     def where(self, row: int) -> str:
         """Return the file and the row, for messages."""
@@ -178,14 +175,12 @@ class CsvFile(TextTable):
 
     def __init__(self, place: Place, input: InputConfig) -> None:
         delimiter = "\t" if place.path.lower().endswith(".tsv") else ","
-        self._options = {"delimiter": delimiter, "newlines_in_values": True}
+        self._options = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
         with reading(place.name, "cannot be read"):
             with place.open() as stream:
                 head = _first_line(stream, place.name)
-            options = pa.csv.ParseOptions(**self._options)
-            table = pa.csv.read_csv(
-                pa.BufferReader(head.rstrip(b"\r\n") + b"\n"), parse_options=options
-            )
+            line = pa.BufferReader(head.rstrip(b"\r\n") + b"\n")
+            table = pa.csv.read_csv(line, parse_options=self._options)
         self._start, self._names = len(head), [name.strip() for name in table.column_names]
         if problem := _problem_of(self._names, head.decode(), delimiter):
             raise DataError(place.name, problem)
@@ -200,11 +195,10 @@ class CsvFile(TextTable):
         read = pa.csv.ReadOptions(
             use_threads=False, block_size=len(data) + 1, column_names=self._names
         )
-        options = pa.csv.ParseOptions(**self._options)
-        return pa.csv.read_csv(pa.BufferReader(data), read, options, convert)
+        return pa.csv.read_csv(pa.BufferReader(data), read, self._options, convert)
 
     def _cut(self, data: bytes) -> int:
-        end = data.rfind(b"\n") + 1
+        end = super()._cut(data)
         while data.count(b'"', 0, end) % 2:  # within a quoted value
             end = data.rfind(b"\n", 0, data.rfind(b'"', 0, end)) + 1
         return end
@@ -239,9 +233,6 @@ class JsonLines(TextTable):
             pa.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
             pa.json.ParseOptions(explicit_schema=types, unexpected_field_behavior=others),
         )
-
-    def _cut(self, data: bytes) -> int:
-        return data.rfind(b"\n") + 1
 
 
 def _first_line(stream: pa.NativeFile, name: str) -> bytes:

@@ -1,7 +1,8 @@
-"""Token files: nanoGPT's and llm.c's .bin, Megatron's .bin with its .idx, and NumPy's .npy.
+"""Token files, and texts, whose bytes are tokens.
 
-Local ones are mapped, not read: a set may be larger than the memory, and a worker receives the
-names of the files. Those in a store are read at the start.
+Token files are nanoGPT's and llm.c's .bin, Megatron's .bin with its .idx, and NumPy's .npy. Local
+ones are mapped, not read: a set may be larger than the memory, and a worker receives the names of
+the files. Those in a store, and texts, are read at the start.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from pyarrow import fs
 
 from raydl.config import InputConfig
+from raydl.data import files
 from raydl.data.arrays import read_header
 from raydl.data.files import Place
 from raydl.data.listing import Listing, Parts, parts_by_name
@@ -24,6 +25,10 @@ from raydl.data.tokens import TokenFile, pieces_of
 from raydl.errors import DataError
 
 TOKEN_ENDINGS = (".bin", ".npy")
+TEXT_ENDINGS = (".txt", ".md")
+"""Endings of text files; other text files are given as ``text:PATH``."""
+NUM_BYTES = 256
+"""Vocabulary of a text: its bytes are its tokens."""
 _HEAD = 8192
 """Bytes at the start of a file that tell what it is."""
 _LLM_C, _LLM_C_BYTES = {20240520: "<u2", 20240801: "<u4"}, 1024
@@ -48,16 +53,46 @@ def open_tokens(found: Listing, parts: Parts, input: InputConfig) -> Mapping[str
         DataError: if a file is not whole, holds something else, or as in ``pieces_of``.
     """
     in_memory = input.stream == "never"
-    sequences = {
-        part: [_token_file(place, in_memory=in_memory) for place in found.places(paths)]
-        for part, paths in parts.items()
-        if part
-    }
+    sequences = found.each(parts, lambda place: _token_file(place, in_memory=in_memory))
     return pieces_of(sequences, source=found.name, input=input)
 
 
+def open_text(source: str, input: InputConfig) -> Mapping[str, list[Piece]]:
+    """Return the text at a path or URI as pieces of train and test.
+
+    Args:
+        source: a text file; with wildcards in the last part, all text files that match, one after
+            another in the order of their names.
+        input: settings of the input.
+
+    Raises:
+        DataError: if it is missing, empty, too short, or not UTF-8.
+    """
+    sequence = [_text_file(place) for place in files.matching(source)]
+    return pieces_of({"train": sequence}, source=source, input=input, least_vocabulary=NUM_BYTES)
+
+
+def _text_file(place: Place) -> TokenFile:
+    """Return the bytes of a text file, after a check that they are a text in UTF-8."""
+    data = place.read()
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            place.name, f"is not a text in UTF-8: {error.reason} at byte {error.start:,}"
+        ) from error
+    if b"\0" in data:
+        raise DataError(
+            place.name,
+            f"is not a text in UTF-8: byte {data.index(0):,} is 0, as in UTF-16 (convert it) or in "
+            f"a file of tokens (which must end in .bin)",
+        )
+    tokens = np.frombuffer(data, np.uint8)
+    return TokenFile(place, tokens.dtype, 0, len(tokens), tokens)
+
+
 def _token_file(place: Place, *, in_memory: bool) -> TokenFile:
-    if in_memory or not isinstance(place.filesystem, fs.LocalFileSystem):
+    if in_memory or not place.is_local:
         data = place.read()
         file = _described(place, data[:_HEAD], len(data))
         file.memory = np.frombuffer(data, file.dtype, file.num_tokens, file.start)

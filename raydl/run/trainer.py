@@ -50,10 +50,10 @@ from raydl.core.worker_group import WorkerGroup
 from raydl.data import Batches, Dataset, Order, Prepare, load, statistics_of
 from raydl.data.datasets import load_each
 from raydl.data.generators import callers_generators_kept
-from raydl.data.hub import HubRows, is_stored
 from raydl.data.iterable_style import IterableStyle, from_iterable, is_iterable
-from raydl.data.map_style import class_name_of, from_map_style, is_map_style
+from raydl.data.map_style import Loaded, from_map_style, is_map_style
 from raydl.data.pieces import Piece
+from raydl.data.saved_dataset import HubRows, is_stored
 from raydl.data.schema import Schema, to_json
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
@@ -626,7 +626,7 @@ def _name_of_data(data: Any) -> str:
         return data if isinstance(data, str) else data.source
     part = next(iter(data.values()), None) if isinstance(data, Mapping) else data
     is_torch = is_map_style(part) or is_iterable(part)
-    return class_name_of(part) if is_torch else "ray.data.Dataset"
+    return Loaded.of(part).name if is_torch else "ray.data.Dataset"
 
 
 def _name_of(kind: type) -> str:

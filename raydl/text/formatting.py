@@ -1,4 +1,4 @@
-"""Times, tables and control characters as readable text."""
+"""Times, sizes, tables and control characters as readable text."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def clock_text(seconds: float, *, is_short: bool = False) -> str:
     if is_short and minutes < 60:
         return f"{minutes}:{rest:02}"
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return the text of a size, with a binary unit: ``12.4 MiB``."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} bytes"
+    units = ["TiB", "GiB", "MiB", "KiB"]
+    while num_bytes >= 1000 and units:
+        num_bytes, unit = num_bytes / 1024, units.pop()
+    return f"{num_bytes:,.1f} {unit}"
 
 
 def loss_text(loss: float) -> str:

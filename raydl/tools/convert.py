@@ -10,7 +10,8 @@ import io
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ import pyarrow.parquet as pq
 from raydl.config import InputConfig
 from raydl.config.checks import require
 from raydl.data import files
-from raydl.data.atomic_folder import whole_folder, wording
+from raydl.data.atomic_folder import whole_folder
 from raydl.data.datasets import describe
-from raydl.data.files import Place
+from raydl.data.files import Place, wording
 from raydl.data.image_files import ImageFiles
 from raydl.data.part import Part, Ready
 from raydl.data.pieces import reading
@@ -37,126 +38,7 @@ _THREADS = 8
 """Threads that read or encode images: they overlap the latency of a remote store."""
 
 
-@dataclass(frozen=True)
-class ImageRows:
-    """Labelled images."""
-
-    part: Part
-    order: np.ndarray | None = None
-    """Numbers of the samples in the order of writing; None: as they are stored."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of images."""
-        return self.part.num_rows
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns ``image`` and ``label``, with the class names."""
-        label = {"names": list(self.part.schema["label"].names), "_type": "ClassLabel"}
-        features = {"image": {"_type": "Image"}, "label": label}
-        columns = {"image": _IMAGE, "label": pa.int64()}
-        return pa.schema(columns, metadata=hub_metadata(features))
-
-    def tables(self, num_rows: int) -> Iterator[pa.Table]:
-        """Yield the rows in order, at most ``num_rows`` per table."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for images, paths, labels in self._stored(num_rows):
-                encoded = pool.map(_encoded, images)
-                cells = [{"bytes": b, "path": p} for b, p in zip(encoded, paths, strict=True)]
-                columns = [pa.array(cells, _IMAGE), pa.array(labels, pa.int64())]
-                yield pa.Table.from_arrays(columns, schema=self.schema)
-
-    def _stored(self, num_rows: int) -> Iterator[tuple[list[Any], list[str | None], np.ndarray]]:
-        """Yield (stored images, paths of their files, labels)."""
-        if self.part.is_grouped:
-            yield from self._of_groups(num_rows)
-            return
-        order = np.arange(self.num_rows) if self.order is None else self.order
-        for start in range(0, self.num_rows, num_rows):
-            rows = order[start : start + num_rows]
-            images, labels = dict[int, Any](), np.empty(len(rows), np.int64)
-            for places, ready in self.part.read_rows(rows):
-                labels[places] = ready.columns["label"]
-                here = self._images(ready, rows[places])
-                images.update(zip(places.tolist(), here, strict=True))
-            paths = [self._path(row) for row in rows.tolist()]
-            yield [images[place] for place in range(len(rows))], paths, labels
-
-    def _of_groups(self, num_rows: int) -> Iterator[tuple[list[Any], list[str | None], np.ndarray]]:
-        names, first = list(self.part.columns.values()), 0
-        for number, piece in enumerate(self.part.pieces):
-            for columns in piece.batches(names, num_rows):
-                ready = self.part.ready(number, columns)
-                labels = ready.columns["label"]
-                images = self._images(ready, np.arange(first, first + len(labels)))
-                yield images, _paths_in(columns[self.part.columns["image"]]), labels
-                first += len(labels)
-
-    def _images(self, ready: Ready, rows: np.ndarray) -> list[Any]:
-        """Return stored images, after a check of these rows."""
-        images = [image_at(ready.columns["image"], n) for n in range(len(rows))]
-        for n, image in enumerate(images):
-            problem = ready.bad.get(n) or ("it holds no image" if image is None else None)
-            problem = image if isinstance(image, Exception) else problem
-            if problem is not None:
-                raise self.part.error(int(rows[n]), problem)
-        return images
-
-    def _path(self, row: int) -> str | None:
-        """Return the name of the file that an image is, if it is one."""
-        is_file = isinstance(self.part.pieces[0], ImageFiles)
-        return posixpath.basename(self.part.where(row)) if is_file else None
-
-
-def _encoded(image: Any) -> bytes:
-    """Return an image as the file that it is, or of pixels as PNG."""
-    if isinstance(image, bytes):
-        return image
-    buffer = io.BytesIO()
-    image_of(image).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _paths_in(images: pa.Array | pa.ChunkedArray) -> list[str | None]:
-    is_file = pa.types.is_struct(images.type) and images.type.get_field_index("path") >= 0
-    paths: list[str | None] = pc.struct_field(images, "path").to_pylist() if is_file else []
-    return paths or [None] * len(images)
-
-
-@dataclass(frozen=True)
-class TableRows:
-    """Rows of a table, which are copied with their types."""
-
-    part: Part
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all files."""
-        return self.part.num_rows
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of the first file."""
-        first = self.part.pieces[0].arrow_schema  # type: ignore[attr-defined]
-        fields = [first.field(name) for name in self.part.columns]
-        plain = [f.with_type(getattr(f.type, "storage_type", f.type)) for f in fields]
-        return pa.schema(plain, metadata=first.metadata)
-
-    def tables(self, num_rows: int) -> Iterator[pa.Table]:
-        """Yield the rows in order, at most ``num_rows`` per table."""
-        names = list(self.part.columns)
-        for piece in self.part.pieces:
-            for columns in piece.batches(names, num_rows):
-                table = pa.table({name: columns[name] for name in names})
-                with reading(piece.name, "does not have the types of the first file"):
-                    yield table.cast(self.schema)
-
-
-Rows = ImageRows | TableRows
-
-
-def read_parts(source: str, *, seed: int) -> dict[str, Rows]:
+def read_parts(source: str, *, seed: int) -> dict[str, Part]:
     """Return the parts of a source by name: train and, if the source has one, test.
 
     Args:
@@ -172,12 +54,94 @@ def read_parts(source: str, *, seed: int) -> dict[str, Rows]:
     described = describe(found, input=InputConfig())
     for problem in described.problems:
         raise problem
-    parts = {"train": described.train, "test": described.test}
-    return {
-        name: ImageRows(part) if part.has_images else TableRows(part)
-        for name, part in parts.items()
-        if part is not None
-    }
+    return described.parts
+
+
+def _schema_of(part: Part) -> pa.Schema:
+    """Return the columns ``image`` and ``label`` with the class names, or those of a table."""
+    if part.has_images:
+        label = {"names": list(part.schema["label"].names), "_type": "ClassLabel"}
+        features = {"image": {"_type": "Image"}, "label": label}
+        columns = {"image": _IMAGE, "label": pa.int64()}
+        return pa.schema(columns, metadata=hub_metadata(features))
+    first = part.pieces[0].arrow_schema  # type: ignore[attr-defined]
+    fields = [first.field(name) for name in part.columns]
+    plain = [f.with_type(getattr(f.type, "storage_type", f.type)) for f in fields]
+    return pa.schema(plain, metadata=first.metadata)
+
+
+def _rows_of(part: Part, num_rows: int) -> Iterator[pa.Table]:
+    """Yield the rows of a table with their types, at most ``num_rows`` at once."""
+    names, schema = list(part.columns), _schema_of(part)
+    for piece in part.pieces:
+        for columns in piece.batches(names, num_rows):
+            table = pa.table({name: columns[name] for name in names})
+            with reading(piece.name, "does not have the types of the first file"):
+                yield table.cast(schema)
+
+
+def _images_of(part: Part, num_rows: int) -> Iterator[pa.Table]:
+    """Yield images and labels, at most ``num_rows`` at once."""
+    schema, read = _schema_of(part), _of_groups if part.is_grouped else _of_rows
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for images, paths, labels in read(part, num_rows):
+            encoded = pool.map(_encoded, images)
+            cells = [{"bytes": b, "path": p} for b, p in zip(encoded, paths, strict=True)]
+            columns = [pa.array(cells, _IMAGE), pa.array(labels, pa.int64())]
+            yield pa.Table.from_arrays(columns, schema=schema)
+
+
+_Images = tuple[list[Any], list[str | None], np.ndarray]
+"""Stored images, the paths of their files, and their labels."""
+
+
+def _of_rows(part: Part, num_rows: int) -> Iterator[_Images]:
+    is_file = isinstance(part.pieces[0], ImageFiles)
+    for start in range(0, part.num_rows, num_rows):
+        rows = np.arange(start, min(start + num_rows, part.num_rows))
+        images, labels = dict[int, Any](), np.empty(len(rows), np.int64)
+        for places, ready in part.read_rows(rows):
+            labels[places] = ready.columns["label"]
+            images.update(zip(places.tolist(), _checked(part, ready, rows[places]), strict=True))
+        files = [posixpath.basename(part.where(row)) if is_file else None for row in rows.tolist()]
+        yield [images[place] for place in range(len(rows))], files, labels
+
+
+def _of_groups(part: Part, num_rows: int) -> Iterator[_Images]:
+    names, first = list(part.columns.values()), 0
+    for number, piece in enumerate(part.pieces):
+        for columns in piece.batches(names, num_rows):
+            ready = part.ready(number, columns)
+            labels = ready.columns["label"]
+            images = _checked(part, ready, np.arange(first, first + len(labels)))
+            yield images, _paths_in(columns[part.columns["image"]]), labels
+            first += len(labels)
+
+
+def _checked(part: Part, ready: Ready, rows: np.ndarray) -> list[Any]:
+    """Return stored images, after a check of these rows."""
+    images = [image_at(ready.columns["image"], n) for n in range(len(rows))]
+    for n, image in enumerate(images):
+        problem = ready.bad.get(n) or ("it holds no image" if image is None else None)
+        problem = image if isinstance(image, Exception) else problem
+        if problem is not None:
+            raise part.error(int(rows[n]), problem)
+    return images
+
+
+def _encoded(image: Any) -> bytes:
+    """Return an image as the file that it is, or of pixels as PNG."""
+    if isinstance(image, bytes):
+        return image
+    buffer = io.BytesIO()
+    image_of(image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _paths_in(images: pa.Array | pa.ChunkedArray) -> list[str | None]:
+    is_file = pa.types.is_struct(images.type) and images.type.get_field_index("path") >= 0
+    paths: list[str | None] = pc.struct_field(images, "path").to_pylist() if is_file else []
+    return paths or [None] * len(images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,47 +202,45 @@ def convert(
         DataError: if the source cannot be read, or the target is not empty or cannot be written.
     """
     with whole_folder(files.find(target)) as folder:
-        parts = read_parts(source, seed=config.seed)
+        parts, random = read_parts(source, seed=config.seed), np.random.default_rng(config.seed)
         if config.shuffle:
-            parts = _shuffled(parts, source, config.seed)
+            parts = {name: _shuffled(part, source, random) for name, part in parts.items()}
         return [_write(part, name, folder, config, on_rows) for name, part in parts.items()]
 
 
-def _shuffled(parts: dict[str, Rows], source: str, seed: int) -> dict[str, Rows]:
-    random, shuffled = np.random.default_rng(seed), dict[str, Rows]()
-    for name, part in parts.items():
-        if not isinstance(part, ImageRows) or part.part.is_grouped:
-            raise DataError(
-                source,
-                "is Parquet or saved by datasets, which is copied in its own order; omit --shuffle",
-            )
-        shuffled[name] = replace(part, order=random.permutation(part.num_rows))
-    return shuffled
+def _shuffled(part: Part, source: str, random: np.random.Generator) -> Part:
+    if not part.has_images or part.is_grouped:
+        raise DataError(
+            source,
+            "is Parquet or saved by datasets, which is copied in its own order; omit --shuffle",
+        )
+    return part.choose_rows(random.permutation(part.num_rows))
 
 
 def _write(
-    part: Rows,
+    part: Part,
     name: str,
     folder: Place,
     config: ConvertConfig,
     on_rows: Callable[[str, int, int], None],
 ) -> WrittenPart:
-    plan = file_plan(part.num_rows, config)
+    plan, schema = file_plan(part.num_rows, config), _schema_of(part)
     sizes = [size for groups in plan for size in groups]
-    tables = regrouped(part.tables(config.rows_per_group), sizes)
-    num_done = num_bytes = 0
-
-    def next_tables(groups: Sequence[int]) -> Iterator[pa.Table]:
-        nonlocal num_done
-        for size in groups:
-            yield next(tables)
-            num_done += size
-            on_rows(name, num_done, part.num_rows)
-
+    read, num_done, num_bytes = _images_of if part.has_images else _rows_of, 0, 0
+    tables = regrouped(read(part, config.rows_per_group), sizes)
+    # Encoded images rarely repeat: a dictionary, or minimum and maximum, would be useless.
+    plain = [field.name for field in schema if field.type != _IMAGE]
+    options = {"use_dictionary": plain, "write_statistics": plain or False}
     on_rows(name, 0, part.num_rows)
     for number, groups in enumerate(plan):
         file = folder / f"{name}-{number:05}-of-{len(plan):05}.parquet"
-        num_bytes += _write_file(file, part, next_tables(groups))
+        with wording(file.name, "written"), file.filesystem.open_output_stream(file.path) as stream:
+            with pq.ParquetWriter(stream, schema, **options) as writer:
+                for table in islice(tables, len(groups)):
+                    writer.write_table(table, row_group_size=len(table))
+                    num_done += len(table)
+                    on_rows(name, num_done, part.num_rows)
+            num_bytes += stream.tell()
     return WrittenPart(
         name=name,
         num_rows=part.num_rows,
@@ -306,20 +268,3 @@ def regrouped(tables: Iterable[pa.Table], sizes: Sequence[int]) -> Iterator[pa.T
         table = pa.concat_tables(buffered)
         buffered = [table.slice(size)]
         yield table.slice(0, size)
-
-
-def _write_file(file: Place, part: Rows, groups: Iterator[pa.Table]) -> int:
-    """Write a file, one row group per table, and return its size in bytes."""
-    # Encoded images rarely repeat: a dictionary, or minimum and maximum, would be useless.
-    plain = [f.name for f in part.schema if f.type != _IMAGE]
-    with wording(file, "written"), file.filesystem.open_output_stream(file.path) as stream:
-        writer = pq.ParquetWriter(
-            stream, part.schema, use_dictionary=plain, write_statistics=plain or False
-        )
-        try:
-            for table in groups:
-                writer.write_table(table, row_group_size=len(table))
-        finally:
-            writer.close()
-        num_bytes: int = stream.tell()
-    return num_bytes

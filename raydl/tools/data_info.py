@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from raydl.data.part import Part
 from raydl.data.sources import open_source
 from raydl.data.tokens import Tokens
 from raydl.data.values import convert
+from raydl.text.formatting import bytes_text
 
 _LARGE_GROUP_BYTES = 64 << 20
 """Larger row groups cause a warning: a worker holds several row groups in memory."""
@@ -94,63 +96,50 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
     config = input or InputConfig()
     found = open_source(source, input=replace(config, context=1))  # however short a text is
     described = describe(found, input=config).shaped(skips=True)
-    parts = {"train": described.train, "test": described.test}
+    train, shape = described.train, described.train.shape
+    parts = described.parts
+    tokens = [piece for p in parts.values() for piece in p.pieces if isinstance(piece, Tokens)]
+    is_text, has_images = train.has_tokens, train.has_images
     info = SourceInfo(
         source=source,
         kind=found.kind,
-        holds="images" if described.train.has_images else "table",
-        parts=tuple(_part_of(name, part) for name, part in parts.items() if part is not None),
-        has_test=described.test is not None,
-        decoded_bytes=sum(part.decoded_bytes for part in parts.values() if part is not None),
-        is_streamed=described.streams(config),
+        holds="text" if is_text else "images" if has_images else "table",
+        parts=tuple(_part_of(name, part) for name, part in parts.items()),
+        # That of a text may be the end of its files.
+        has_test=described.test is not None and not (is_text and tokens[1].start),
+        image_shape=shape.input_shape if has_images else (),
+        mode={1: "grey", 3: "RGB"}.get(shape.input_shape[0], "") if has_images else "",
+        class_names=shape.class_names if has_images else (),
+        columns=() if is_text or has_images else _columns_of(train, config),
+        num_tokens=sum(piece.num_tokens for piece in tokens),
+        vocabulary=shape.num_classes if is_text else 0,
+        decoded_bytes=sum(x.num_bytes for x in tokens)
+        or sum(part.decoded_bytes for part in parts.values()),
+        is_streamed=described.streams(config) and described.can_be_streamed,
     )
-    if described.train.has_tokens:
-        info = _with_tokens(info, described)
-    elif described.train.has_images:
-        info = _with_images(info, described)
-    else:
-        info = _with_columns(info, described.train, config)
     return replace(info, warnings=_warnings(info, described, config))
 
 
-def _with_tokens(info: SourceInfo, described: Described) -> SourceInfo:
-    pieces = [part.pieces[0] for part in (described.train, described.test) if part is not None]
-    tokens = [piece for piece in pieces if isinstance(piece, Tokens)]
-    parts = zip(info.parts, tokens, strict=True)
-    return replace(
-        info,
-        holds="text",
-        parts=tuple(replace(p, num_rows=t.num_tokens, files=t.file_names) for p, t in parts),
-        has_test=tokens[1].start == 0,  # otherwise it is the end of the files
-        num_tokens=sum(t.num_tokens for t in tokens),
-        vocabulary=described.train.shape.num_classes,
-        decoded_bytes=sum(t.num_bytes for t in tokens),
-        is_streamed=not tokens[0].is_in_memory,
-    )
-
-
 def _part_of(name: str, part: Part) -> PartInfo:
+    if isinstance(tokens := part.pieces[0], Tokens):
+        return PartInfo(name=name, num_rows=tokens.num_tokens, files=tokens.file_names)
+    columns = list(part.columns.values())
     info = PartInfo(
         name=name,
         num_rows=part.num_rows,
         files=tuple(x.name for x in part.pieces if not isinstance(x, ImageFiles)),
         group_rows=part.sizes,
-        group_bytes=tuple(
-            size
-            for piece in part.pieces
-            if piece.groups
-            for size in piece.group_bytes(list(part.columns.values()))
-        ),
+        group_bytes=tuple(size for x in part.pieces for size in x.group_bytes(columns)),
     )
     return _with_classes(info, part) if part.has_images else info
 
 
 def _with_classes(info: PartInfo, part: Part) -> PartInfo:
     """Return a part with statistics of its labels, without reading other columns."""
-    label, num_bad = part.schema["label"], 0
+    label, stored, num_bad = part.schema["label"], part.columns["label"], 0
     counts = np.zeros(len(label.names), np.int64)
     different = []
-    for values in part.column("label"):
+    for values in chain.from_iterable(piece.column(stored) for piece in part.pieces):
         labels, bad = convert(values, label)
         good = labels[np.setdiff1d(np.arange(len(labels)), list(bad))] if bad else labels
         counts += np.bincount(good, minlength=len(label.names))
@@ -164,23 +153,12 @@ def _with_classes(info: PartInfo, part: Part) -> PartInfo:
     )
 
 
-def _with_images(info: SourceInfo, described: Described) -> SourceInfo:
-    shape = described.train.shape
-    return replace(
-        info,
-        image_shape=shape.input_shape,
-        mode={1: "grey", 3: "RGB"}.get(shape.input_shape[0], ""),
-        class_names=shape.class_names,
-    )
-
-
-def _with_columns(info: SourceInfo, train: Part, config: InputConfig) -> SourceInfo:
+def _columns_of(train: Part, config: InputConfig) -> tuple[ColumnInfo, ...]:
     stored, shapes = train.pieces[0].schema, train.shape.columns
-    columns = tuple(
+    return tuple(
         ColumnInfo(name=name, type=stored[name].stored, shape=shapes.get(name))
         for name in config.columns_named or stored
     )
-    return replace(info, columns=columns)
 
 
 def _warnings(info: SourceInfo, described: Described, config: InputConfig) -> tuple[str, ...]:
@@ -215,10 +193,9 @@ def _warnings(info: SourceInfo, described: Described, config: InputConfig) -> tu
 
 def _empty_classes(info: SourceInfo) -> list[str]:
     """Return a warning if classes have no rows: one mistyped label creates many such classes."""
-    counted = [part.class_counts for part in info.parts if part.class_counts]
-    counts = [sum(of_class) for of_class in zip(*counted, strict=True)]
-    empty = [number for number, count in enumerate(counts) if not count]
-    if not empty:
+    counts = np.sum([part.class_counts for part in info.parts], axis=0)
+    empty = np.flatnonzero(counts == 0)
+    if not len(empty):
         return []
     last = f" to {empty[-1]}" if len(empty) > 1 else ""
     return [
@@ -248,14 +225,3 @@ def _group_warnings(part: PartInfo, config: InputConfig) -> list[str]:
         f"{part.name} has {what}; a worker that streams holds whole row groups in memory, and "
         f"{_CONVERT} makes smaller ones"
     ]
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Return the text of a size, with a binary unit: ``12.4 MiB``."""
-    if num_bytes < 1000:
-        return f"{num_bytes:.0f} bytes"
-    units = ["TiB", "GiB", "MiB", "KiB"]
-    unit = "bytes"
-    while num_bytes >= 1000 and units:
-        num_bytes, unit = num_bytes / 1024, units.pop()
-    return f"{num_bytes:,.1f} {unit}"

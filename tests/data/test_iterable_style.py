@@ -123,7 +123,7 @@ def test_the_shards_of_the_workers_hold_each_sample_once(stream, num_workers):
 def test_a_stream_that_splits_itself_reads_its_part_alone():
     worker = in_workers(opened(SplitNumbers()).train, 4)[1]
     assert next_numbers(worker, 6) == [1, 5, 9, 13, 17, 21]
-    assert worker._dataset.read[-6:] == [1, 5, 9, 13, 17, 21]
+    assert worker._loaded.dataset.read[-6:] == [1, 5, 9, 13, 17, 21]
 
 
 class Files(Numbers):

@@ -18,8 +18,7 @@ from raydl.config import InputConfig
 from raydl.data import load
 from raydl.data.datasets import load_each
 from raydl.data.files import Place
-from raydl.data.hub import HubRows, is_stored
-from raydl.data.saved_dataset import ArrowFile
+from raydl.data.saved_dataset import ArrowFile, HubRows, is_stored
 from raydl.errors import DataError
 from raydl.tools.convert import convert
 from raydl.tools.data_info import inspect

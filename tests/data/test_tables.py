@@ -12,8 +12,8 @@ import raydl
 from raydl import cli
 from raydl.config import InputConfig
 from raydl.data import DataShape, load
+from raydl.data.in_memory import TableSet
 from raydl.data.scaling import TableScaler, statistics_of_table
-from raydl.data.table import TableSet
 from raydl.errors import ConfigError, DataError, RaydlError
 from raydl.run.evaluate import score_run
 from raydl.tasks import Classification, Regression, task_for, task_on

@@ -28,8 +28,8 @@ from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
 from raydl.core.rules import Rule, Sends, Tally
 from raydl.data import Batches
+from raydl.data.in_memory import TableSet
 from raydl.data.samples import DataShape, as_they_are, num_samples_of, part_of
-from raydl.data.table import TableSet
 from raydl.errors import ConfigError, ShapeError
 from raydl.methods.data_parallel import MeanGradient
 from raydl.methods.easgd import Elastic

@@ -1,15 +1,30 @@
-"""Labelled images in memory, and their mean and deviation."""
+"""Sets in memory: labelled images with their mean and deviation, and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from raydl.data.samples import Batch, DataShape, InMemory
+from raydl.data.order import Shuffled
+from raydl.data.samples import Batch, DataShape, Samples
 
 _CHUNK = 4096
+
+
+class InMemory:
+    """Base class of sets that are wholly in memory."""
+
+    is_streamed = False
+
+    def order(self: Samples, seed: int) -> Shuffled:
+        """Return the order of the samples in each epoch."""
+        return Shuffled(self.num_samples, seed)
+
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Do nothing: all samples are in memory."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,38 @@ class ImageSet(InMemory):
         """Return (uint8 images [B, C, H, W], int64 labels [B]) of these rows."""
         # Fancy indexing copies these rows, so torch never gets read-only memory.
         return torch.from_numpy(self.images[rows]), torch.from_numpy(self.labels[rows])
+
+
+@dataclass(frozen=True)
+class TableSet(InMemory):
+    """A table in memory.
+
+    Attributes:
+        columns: arrays by name, float32, int64 or bool, shape [N, ...].
+        target: column to predict, or "".
+        class_names: names of its classes, or () if it is a number.
+    """
+
+    columns: Mapping[str, np.ndarray]
+    target: str = ""
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the table."""
+        return len(next(iter(self.columns.values())))
+
+    @property
+    def shape(self) -> DataShape:
+        """The shape of each column, to build a model for."""
+        columns = {name: array.shape[1:] for name, array in self.columns.items()}
+        return DataShape(
+            (), len(self.class_names), self.class_names, columns=columns, target=self.target
+        )
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return ``{column: tensor}`` of these rows."""
+        return {name: torch.from_numpy(array[rows]) for name, array in self.columns.items()}
 
 
 def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
