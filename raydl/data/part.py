@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -92,15 +90,15 @@ class Part:
         return tuple(self.pieces[p].groups[g] for p, g in self.groups)
 
     @cached_property
-    def _ends(self) -> list[int]:
-        """Number of the sample after each group, or after each piece without groups."""
+    def _starts(self) -> np.ndarray:
+        """First sample of each group, or of each piece without groups, and their number."""
         sizes = self.sizes if self.is_grouped else [piece.num_rows for piece in self.pieces]
-        return list(accumulate(sizes))
+        return np.cumsum([0, *sizes])
 
     @property
     def num_rows(self) -> int:
         """Samples of the part."""
-        return len(self.chosen) if isinstance(self.chosen, np.ndarray) else self._ends[-1]
+        return len(self.chosen) if isinstance(self.chosen, np.ndarray) else int(self._starts[-1])
 
     @property
     def shape(self) -> DataShape:
@@ -139,8 +137,8 @@ class Part:
         """Return where a sample lies, for messages."""
         if isinstance(self.chosen, np.ndarray):
             row = int(self.chosen[row])
-        number = bisect_right(self._ends, row)
-        within = row - (self._ends[number - 1] if number else 0)
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        within = row - int(self._starts[number])
         if not self.is_grouped:
             return self.pieces[number].where(within)
         piece, group = self.groups[number]
@@ -164,11 +162,10 @@ class Part:
         """
         if isinstance(self.chosen, np.ndarray):
             rows = self.chosen[rows]
-        numbers = np.searchsorted(self._ends, rows, side="right")
-        starts = np.array([0, *self._ends])
-        for number in np.unique(numbers).tolist():
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in sorted(set(numbers.tolist())):
             places = np.flatnonzero(numbers == number)
-            within = rows[places] - starts[number]
+            within = rows[places] - self._starts[number]
             columns = self.pieces[number].read(within, list(self.columns.values()))
             yield places, self.ready(number, columns)
 
@@ -200,7 +197,7 @@ class Part:
                     continue
                 # In a table -1 or -100 may stand for no class: the loss of a user's task knows.
                 is_label = self.has_images or name == self.target
-                checked = feature if is_label else replace(feature, names=())
+                checked = feature if is_label or not feature.names else replace(feature, names=())
                 values, problems = convert(columns[stored], checked)
             except ValueError as error:
                 raise DataError(self.pieces[number].name, f"column {stored!r} {error}") from error
@@ -415,7 +412,7 @@ class Streamed:
                 yield places, ready, np.arange(len(places))
             return
         numbers, within = self._groups.locate(rows)
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):
             places = np.flatnonzero(numbers == number)
             try:
                 ready = self._groups.get(number)
