@@ -35,7 +35,7 @@ from benchmarks import only_from_here
 from benchmarks.measure import version
 from benchmarks.programs import ROOT, RunError
 from benchmarks.runs import Workplace, workplace
-from raydl.core.methods import METHODS
+from raydl.methods import METHODS
 
 _COMMON = (
     "--run.progress", "plain", "--batch-size", "32", "--checkpoint.every-s", "None",

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from raydl.core.rules import Outer, Tally
+from raydl.core.rules import Tally
+from raydl.methods.outer import Outer
 
 NUM_SAMPLES = 600
 BATCH_SIZE = 10

@@ -37,10 +37,10 @@ from raydl.core.exchange import Header, StepPlan
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.replica import Replica
 from raydl.core.strategy import Strategy, WorkerContext
 from raydl.data import DataShape
+from raydl.methods import resolve
 from raydl.metrics import TimeParts
 from raydl.parameter_server.async_strategy import AsyncStrategy
 from raydl.parameter_server.ray_transport import RayCenterClient

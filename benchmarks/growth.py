@@ -214,9 +214,9 @@ class NullRecorder:
 def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     """Return the CPU seconds of a controller for one poll of ``num_workers`` workers."""
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.core.methods import resolve
     from raydl.elastic.controller import Controller
     from raydl.elastic.run_state import State
+    from raydl.methods import resolve
 
     worker_group: Any = FakeWorkerGroup()
     recorder: Any = NullRecorder()

@@ -36,7 +36,7 @@ from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, 
 from benchmarks.programs import ROOT, RunError, data_at
 from benchmarks.runs import NO_SCORES, Trained, Workplace, workplace
 from benchmarks.time_to_accuracy import reached_by_raydl
-from raydl.core.methods import METHODS
+from raydl.methods import METHODS
 
 _SKIPPED_S = 2.0
 """Seconds at the start of a run that are not measured."""
@@ -115,7 +115,7 @@ def measure_partition(setup: Setup, report: Report) -> None:
 
 def measure_batch(setup: Setup, report: Report) -> None:
     """Vary the batch of a worker."""
-    lr, base, goal = METHODS["sync-easgd"].lr, 64, 0.985
+    lr, base, goal = METHODS["sync-easgd"].local_step.lr, 64, 0.985
     sizes = (64, 256) if setup.is_quick else (16, 32, 64, 128, 256, 512)
 
     rows = []

@@ -67,8 +67,8 @@ def settling(num_workers: int, num_turns: int) -> Values:
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.core.exchange import Header
     from raydl.core.membership import Membership
-    from raydl.core.methods import resolve
     from raydl.data.ledger import Ledger
+    from raydl.methods import resolve
     from raydl.parameter_server.coordinator import Coordinator
     from raydl.parameter_server.protocol import Completion, MessageId, Request
 
@@ -308,8 +308,8 @@ class Driver:
         )
         from raydl.core.center import first_snapshot
         from raydl.core.flat import FlatModel
-        from raydl.core.methods import resolve
         from raydl.elastic.controller import Controller
+        from raydl.methods import resolve
         from raydl.metrics import TIME_PARTS
         from raydl.run.control_channel import ControlChannel
         from raydl.run.progress_reporter import make_reporter
@@ -467,8 +467,8 @@ def _growth_of_center(num_workers: int, hours: float) -> float:
     from raydl.core.flat import FlatModel
     from raydl.core.job import Job
     from raydl.core.membership import Membership
-    from raydl.core.methods import resolve
     from raydl.data import DataShape
+    from raydl.methods import resolve
     from raydl.parameter_server.protocol import Completion, MessageId, Request
     from raydl.parameter_server.server import CenterServer
     from raydl.worker.user_loop import Endless, UserLoop
@@ -519,11 +519,11 @@ def driving_on_ray(num_workers: int, seconds: float) -> Values:
     from benchmarks.parts import ray_here
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.core.job import Job
-    from raydl.core.methods import resolve
     from raydl.core.reports import WorkerReport
     from raydl.core.worker_group import Changed, Published, WorkerReady
     from raydl.data import DataShape
     from raydl.elastic.controller import Controller
+    from raydl.methods import resolve
     from raydl.metrics import TIME_PARTS
     from raydl.ray_backend.cluster import Place
     from raydl.ray_backend.worker_group import RayWorkerGroup

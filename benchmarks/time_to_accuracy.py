@@ -46,7 +46,7 @@ from functools import partial
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.programs import RunError, TimeOutError
 from benchmarks.runs import BOUND_S, Trained, Workplace, workplace
-from raydl.core.methods import METHODS
+from raydl.methods import METHODS
 
 NUM_WORKERS = 2
 OURS, ALSO, TIED = "sync-easgd", "also", "hogwild-easgd"
@@ -153,7 +153,7 @@ def rates_of(method: str) -> tuple[Rate, ...]:
 
     A momentum form is tried only with momentum: without it, it is another method.
     """
-    return tuple(rate for rate in RATES if rate.momentum or not METHODS[method].momentum)
+    return tuple(rate for rate in RATES if rate.momentum or not METHODS[method].local_step.momentum)
 
 
 def best_rate(name: str, train: Callable[[Rate], Reached], rates: Sequence[Rate]) -> Rate:

@@ -45,7 +45,7 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar
 
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 
 WORTH_RETRYING = 75
 """Exit status of a run that failed because of its machines: EX_TEMPFAIL of sysexits.h."""

@@ -26,7 +26,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "helpers")]
 
 from damaged_sets import FORMATS, is_refused  # noqa: E402
 
-COUNT = 500
+COUNT = 100
 LONGEST_S = 60
 """The longest time for one set."""
 MOST_BYTES = 8 << 30

@@ -27,12 +27,12 @@ from raydl.cli.commands import COMMANDS
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, DataError
 from raydl.launch.submission import check_credentials
-from raydl.redaction import has_credentials, redact, redact_values
 from raydl.run.evaluate import score_run
 from raydl.run.folder import RunFolder
 from raydl.run.lock import held, wait_until_free
 from raydl.run.result import Result, RunCheckpoint
 from raydl.storage import Storage
+from raydl.text.redaction import has_credentials, redact, redact_values
 from raydl.tools.comparison import Comparison, compare
 from raydl.tools.comparison.runner import load_complete
 from raydl.tools.comparison.settings import plan

@@ -2,13 +2,14 @@
 
 import pytest
 
-from raydl.text import (
+from raydl.config import dotted
+from raydl.text.formatting import (
     clock_text,
-    config_as_markdown,
     escape_controls,
     loss_text,
     markdown_table,
     seconds_text,
+    settings_table,
 )
 
 
@@ -53,13 +54,13 @@ def test_no_content_of_a_cell_breaks_a_table():
 
 
 def test_settings_become_a_table_of_dotted_names():
-    text = config_as_markdown({"data": "digits", "method": {"beta": 0.9}, "empty": {}})
+    text = settings_table(dotted({"data": "digits", "method": {"beta": 0.9}, "empty": {}}))
     assert "| `method.beta` | 0.9 |" in text
     assert "| `empty` | {} |" in text
 
 
 def test_a_setting_with_a_bar_stays_one_cell():
-    assert "| `data` | s3://a\\|b |" in config_as_markdown({"data": "s3://a|b"})
+    assert "| `data` | s3://a\\|b |" in settings_table({"data": "s3://a|b"})
 
 
 def test_control_characters_are_shown_as_escapes():

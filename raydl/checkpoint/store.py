@@ -57,9 +57,9 @@ from raydl.core.progress import Progress
 from raydl.core.saved_state import DistantState, SavedState, StateWrite, pack, unpack
 from raydl.core.tensor_files import TensorFile
 from raydl.errors import CheckpointError, StateLostError, reading_error
-from raydl.redaction import redact
 from raydl.storage import JSON_BYTES, Storage, Sum, below, in_words
 from raydl.storage.local_files import is_no_file_of_ours
+from raydl.text.redaction import redact
 
 TRAINED = "center.safetensors"
 """Name of a finished run's weights in its folder."""

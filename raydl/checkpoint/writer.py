@@ -146,6 +146,7 @@ class CheckpointWriter:
         self.has_failed = False
         """Whether the newest checkpoint could not be written, or is being written."""
         self._trained_round = -1
+        self._retry_trained_s = _RETRY_S  # 0 once they have failed for that long
         self._finishing: list[Future[None]] = []
         self._is_aborted = threading.Event()
 
@@ -204,11 +205,12 @@ class CheckpointWriter:
         try:
             self._write_trained(checkpoint.center, checkpoint.progress.round)
         finally:
-            self._retry(lambda: self._store.write(checkpoint))
+            self._retry(lambda: self._store.write(checkpoint), retry_s=_RETRY_S)
 
     def _write_trained(self, center: dict[str, Tensor], round: int) -> None:
-        self._retry(lambda: self._store.write_trained(center, round))
-        self._trained_round = round
+        retry_s, self._retry_trained_s = self._retry_trained_s, 0.0
+        self._retry(lambda: self._store.write_trained(center, round), retry_s=retry_s)
+        self._trained_round, self._retry_trained_s = round, _RETRY_S
 
     def finish(self) -> None:
         """Write the trained weights, unless they came with the last checkpoint."""
@@ -219,9 +221,9 @@ class CheckpointWriter:
 
         self._finishing.append(self._thread.submit(write))
 
-    def _retry(self, write: Callable[[], object]) -> None:
-        """Write; retry failures for a minute, in which a person may free disk space."""
-        until, is_first = time.monotonic() + _RETRY_S, True
+    def _retry(self, write: Callable[[], object], *, retry_s: float) -> None:
+        """Write; retry failures for a time, in which a person may free disk space."""
+        until, is_first = time.monotonic() + retry_s, True
         while True:
             try:
                 write()
@@ -229,7 +231,7 @@ class CheckpointWriter:
             except StateLostError:
                 raise
             except CheckpointError as error:
-                if time.monotonic() > until or self._is_aborted.is_set():
+                if time.monotonic() >= until or self._is_aborted.is_set():
                     raise CheckpointError(
                         error.path,
                         f"{error.problem}; once it can be written, the same command with --resume "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from raydl.cli import parent
 from raydl.errors import STOPPED
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 
 __all__ = ["main", "run_to_exit"]
 

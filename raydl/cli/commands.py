@@ -22,9 +22,9 @@ from raydl.cli.runs import check, list_runs, logs, remove, score, status, stop
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import STOPPED, RaydlError, exit_status_of
-from raydl.redaction import redact
 from raydl.run.versions import installed_version
-from raydl.text import escape_controls
+from raydl.text.formatting import escape_controls
+from raydl.text.redaction import redact
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,

@@ -45,7 +45,7 @@ def completion(arguments: Sequence[str]) -> int:
         raise UnknownNameError("completion.shell", options.shell, _SHELLS)
     from raydl import models
     from raydl.cli.commands import COMMANDS
-    from raydl.core.methods import METHODS
+    from raydl.methods import METHODS
 
     if options.shell == "zsh":
         print("autoload -Uz bashcompinit && bashcompinit")

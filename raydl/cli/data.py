@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raydl.cli.options import Flag, list_commands, parse, print_lines, print_table
-from raydl.redaction import redact_values
-from raydl.text import clock_text, seconds_text
+from raydl.text.formatting import clock_text, seconds_text
+from raydl.text.redaction import redact_values
 
 if TYPE_CHECKING:
     from raydl.tools.data_info import PartInfo, SourceInfo

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from raydl.cli.options import print_table
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from raydl.core.rules import Rule
 
 
 def list_methods(arguments: Sequence[str]) -> int:
-    """List the training methods."""
-    _refuse_arguments("raydl methods", arguments)
-    from raydl.core.methods import METHODS
+    """List the training methods, or show one: ``raydl methods NAME``."""
+    names = [word for word in arguments if not word.startswith("-")]
+    _refuse_arguments("raydl methods", arguments[1:] if names else arguments)
+    from raydl.methods import METHODS
 
+    if names:
+        if names[0] not in METHODS:
+            raise UnknownNameError("raydl methods", names[0], METHODS)
+        print(_description(METHODS[names[0]]))
+        return 0
     rows = [
-        (r.name, r.strategy, str(r.period), f"{r.lr:g}", f"{r.momentum:g}", r.sentence)
-        for r in METHODS.values()
+        (
+            kind.name,
+            kind.strategy,
+            str(kind.period),
+            f"{kind.local_step.lr:g}",
+            f"{kind.local_step.momentum:g}",
+            kind.sentence(),
+        )
+        for kind in METHODS.values()
     ]
     print_table(("method", "strategy", "period", "lr", "momentum", "description"), rows)
-    print("\nequations and sources: docs/algorithms.md; your own: --method module:Class")
+    print("\none with its equation: raydl methods NAME; your own: --method module:Class")
     return 0
+
+
+def _description(kind: type[Rule]) -> str:
+    """Return name, equation, source and defaults of a method."""
+    docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
+    equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
+    step = kind.local_step
+    defaults = [f"--method.period {kind.period}", f"--lr {step.lr:g}"]
+    defaults += [f"--momentum {step.momentum:g}"] if step.momentum else []
+    defaults += ["--optimizer.nesterov"] if step.nesterov else []
+    if kind.outer is not None:
+        defaults += [f"--method.outer-lr {kind.outer[0]:g}"]
+        defaults += [f"--method.outer-momentum {kind.outer[1]:g}"]
+    return (
+        f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{equation}\n\n"
+        f"source: {kind.source}\ndefaults: {' '.join(defaults)}"
+    )
 
 
 def list_models(arguments: Sequence[str]) -> int:

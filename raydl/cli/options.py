@@ -25,8 +25,8 @@ from rich.table import Table
 from raydl.cli.config_file import Option, with_files
 from raydl.config import AUTO, ParamGroup, TrainConfig
 from raydl.errors import ConfigError
-from raydl.redaction import redact
-from raydl.text import escape_controls
+from raydl.text.formatting import escape_controls
+from raydl.text.redaction import redact
 
 _PARSING = threading.Lock()
 """CPython 3.11 counts the recursion of ``ast.parse`` for all threads together, and may raise."""

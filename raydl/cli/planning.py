@@ -18,11 +18,11 @@ from raydl.config.checks import require
 from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
 from raydl.metrics.charts import SUFFIXES, Chart, Line, lines_in_file, numbered
-from raydl.text import seconds_text
+from raydl.text.formatting import seconds_text
 from raydl.tools.plan import Plan, Prediction, best_period, doublings, parse_network, predict
 
 if TYPE_CHECKING:
-    from raydl.core.methods import Method
+    from raydl.core.method import Method
     from raydl.tasks import Classification, DataShape, LanguageModel
 
 _MIN_STEPS, _MAX_STEPS = 3, 30
@@ -106,7 +106,7 @@ def plan(arguments: Sequence[str]) -> int:
     require(0 < options.target < 1, "target", "in (0, 1)", options.target)
     require(options.batch_size >= 1, "batch_size", "1 or more", options.batch_size)
     spot_plan = _spot_plan(options)
-    from raydl.core.methods import resolve  # imports torch
+    from raydl.methods import resolve  # imports torch
 
     names = dict.fromkeys(name.strip() for name in options.method.split(","))
     given = [MethodConfig(name=name, period=options.period) for name in names]

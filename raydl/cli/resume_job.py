@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raydl.cli import main, run_to_exit
 from raydl.errors import CheckpointError, RaydlError, exit_status_of
-from raydl.text import escape_controls
+from raydl.text.formatting import escape_controls
 
 if TYPE_CHECKING:
     from raydl.run.folder import RunFolder

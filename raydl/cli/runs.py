@@ -14,8 +14,8 @@ import tyro
 
 from raydl.cli.options import Flag, RunArgument, parse, print_lines, print_table
 from raydl.config.run import RUNS
-from raydl.redaction import redact, redact_values
-from raydl.text import clock_text, escape_controls, loss_text
+from raydl.text.formatting import clock_text, escape_controls, loss_text
+from raydl.text.redaction import redact, redact_values
 
 if TYPE_CHECKING:
     from raydl.errors import UntrustedCodeError

@@ -13,7 +13,7 @@ from raydl.cli.options import print_table
 from raydl.config.checks import require
 from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
-from raydl.text import seconds_text
+from raydl.text.formatting import seconds_text
 from raydl.tools.plan import Plan, Prediction, predict
 from raydl.tools.spot import (
     Fleet,

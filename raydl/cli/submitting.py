@@ -18,8 +18,8 @@ from raydl.config.checks import require, require_name, require_positive
 from raydl.errors import STOPPED, ConfigError, RaydlError
 from raydl.launch import submission
 from raydl.ray_backend import session as ray_session
-from raydl.redaction import redact
 from raydl.run.versions import requirements
+from raydl.text.redaction import redact
 
 if TYPE_CHECKING:
     from raydl.config import TrainConfig
@@ -130,8 +130,8 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
 
 def _check(config: TrainConfig, working_dir: str) -> None:
     """Check settings before the driver would; only the driver can check data and custom code."""
-    from raydl.core.methods import resolve  # imports torch
     from raydl.faults import FaultPlan
+    from raydl.methods import resolve  # imports torch
     from raydl.tasks import Classification
 
     if ":" not in config.model and config.model != "auto":  # else it is of the cluster, or the data

@@ -38,7 +38,6 @@ from raydl.core.autotune import (
     choose,
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
-from raydl.core.conflicts import may_compress
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import Header, shard_spans
 from raydl.core.optimizers import make_optimizer
@@ -49,6 +48,7 @@ from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
 from raydl.data.ledger import Claim, Ledger, RoundShare, Span, share_round
 from raydl.data.loader import positions_of
+from raydl.methods.conflicts import may_compress
 from raydl.metrics import TimeParts
 
 

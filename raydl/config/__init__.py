@@ -1,6 +1,6 @@
 """The settings of a run, as frozen dataclasses.
 
-Each class checks its own fields; ``raydl.core.methods`` checks which settings exclude each other.
+Each class checks its own fields; ``raydl.methods`` checks which settings exclude each other.
 The metadata of a field may name its short option on the command line (``{"flag": "beta"}``);
 every other field has its dotted name as option (``--exchange.timeout-s``). The docstring of a
 field is its help text.

@@ -1,7 +1,7 @@
 """The algorithms, without Ray and without a network.
 
-The arithmetic: ``rules`` has the update equations, ``methods`` the named methods, ``custom_rule``
-those of users. A worker: ``flat`` and ``replica``, with ``optimizers``, ``compression``,
+``rules`` has what every method is, ``method`` that of a run; the equations are in
+``raydl.methods``. A worker: ``flat`` and ``replica``, with ``optimizers``, ``compression``,
 ``non_trainable`` state and ``sharing`` of memory. The center: ``center``. Exchanges: ``exchange``
 and ``strategy`` are the protocols that the packages ``collective`` and ``parameter_server``
 implement; ``autotune`` chooses their settings by ``cost_model``. A run: ``job``, ``membership``,

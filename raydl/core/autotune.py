@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from raydl.config.typed import Count, Positive
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 
 ENOUGH = 0.03
 """Largest share of a round that workers may wait."""

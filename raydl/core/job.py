@@ -7,7 +7,7 @@ from typing import Protocol
 
 from raydl.config import TrainConfig
 from raydl.core.flat import FlatModel
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.non_trainable import NonTrainable
 from raydl.core.sharing import move
 from raydl.data import Order

@@ -1,25 +1,14 @@
-"""The update equations, over flat tensors.
+"""Rules: what an exchange sends, and how its result changes replica and center.
 
-    symbol  name here       meaning
-    x_i     replica         parameters of worker i
-    c       center          the center variable
-    g_i     gradient        mini-batch gradient at x_i
-    eta     lr              learning rate of the local step (it lives in the optimizer)
-    alpha   moving_rate     share of the gap that one exchange closes
-    beta    beta            p * alpha
-    p       num_workers     workers that train now
-
-A *rule* defines which values are sent, and how the receipt changes replica and center. It uses no
-transport, no clock and no random numbers, so that one object serves every strategy. All right-hand
-sides use the values before the step.
-
-Sources: SC17 = You, Buluc, Demmel, arXiv 1708.02983; EASGD = Zhang, Choromanska, LeCun,
-arXiv 1412.6651.
+A rule uses no transport, no clock and no random numbers, so that one object serves every strategy.
+All right-hand sides use the values before the step. The named methods, with their equations, are in
+``raydl.methods``.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from raydl.config import MethodConfig
-from raydl.core.torch_import import without_compiler
 
 BLOCK = 1 << 19
 """Floats per block, 2 MiB: several vectors of it fit in the shared cache, and a pass over it takes
@@ -54,47 +42,6 @@ def squared_distance(a: Tensor, b: Tensor, *, scratch: Tensor) -> float:
         gap = torch.sub(a[block], b[block], out=scratch[block])
         squares += float(torch.dot(gap, gap))
     return squares
-
-
-def moving_rate(beta: float, num_workers: int) -> float:
-    """Return alpha = beta / p; compute it again whenever p changes.
-
-    Losses may leave fewer workers than the minimum for which beta was checked: alpha stays within
-    ``moving_rate_limit_in_turn`` at zero curvature, beyond which the distances grow.
-    """
-    return min(beta / num_workers, 1.0)
-
-
-def moving_rate_limit_in_turn(*, lr_curvature: float = 0.0) -> float:
-    """Return the largest stable alpha if workers exchange one by one, for any p.
-
-    alpha <= (4 - 2*eta*h) / (4 - eta*h), with ``lr_curvature`` = eta*h in [0, 2).
-    """
-    return (4 - 2 * lr_curvature) / (4 - lr_curvature)
-
-
-def elastic_difference(
-    replica: Tensor, center: Tensor, *, moving_rate: float, out: Tensor | None = None
-) -> Tensor:
-    """Return alpha * (x - c), shape [num_parameters], in ``out`` if given.
-
-    The replica subtracts it and the center adds it, so that their sum stays the same. (SC17, eq. 1
-    and 2.)
-    """
-    return torch.sub(replica, center, out=out).mul_(moving_rate)
-
-
-def elastic_center_(
-    center: Tensor, total: Tensor, *, num_messages: int, moving_rate: float
-) -> Tensor:
-    """Do c <- c + alpha * (total - n*c) in place; ``total``, sum of n replicas, is overwritten.
-
-    n = p if all workers exchange at once (SC17, eq. 2), n = 1 if one worker exchanges.
-    """
-    for block in blocks_of(center):
-        gaps = total[block].sub_(center[block], alpha=num_messages)
-        center[block].add_(gaps, alpha=moving_rate)
-    return center
 
 
 def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
@@ -172,6 +119,15 @@ class Tally:
     as in the last round of a run. Progress is in proportion to it; momentum would not be."""
 
 
+@dataclass(frozen=True)
+class LocalStep:
+    """Defaults of a method for the local step."""
+
+    lr: float = 0.25
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
 class Rule:
     """Update of replica and center in an exchange. Subclass it to add a method.
 
@@ -185,12 +141,32 @@ class Rule:
             gradients, whose replicas take no steps in any case.
         strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
         period: default number of local steps between exchanges.
+        name: name of a method of ``raydl.methods``.
+        source: where its equations are from.
+        local_step: defaults of the local step.
+        has_momentum_at_center: whether the user's momentum is at the center (the master), not at
+            the replicas.
+        outer: default (rate, momentum) of the outer step, or None if there is none to set.
+        overlap: whether weights are sent while the gradient is computed.
+        steps_by_speed: whether slower workers always take fewer local steps.
     """
 
     sends: Sends = Sends.WEIGHTS
     steps_replica: bool = True
     strategy: str = "sync"
     period: int = 10
+    name: str = ""
+    source: str = ""
+    local_step: LocalStep = LocalStep()
+    has_momentum_at_center: bool = False
+    outer: tuple[float, float] | None = None
+    overlap: bool = True
+    steps_by_speed: bool = False
+
+    @classmethod
+    def sentence(cls) -> str:
+        """Return the first sentence of its docstring."""
+        return (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> Rule:
@@ -241,198 +217,6 @@ class Rule:
         instead.
         """
         return None
-
-
-class Elastic(Rule):
-    """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
-
-    The term eta*g stands for the whole step of the inner optimizer: with momentum this is MEASGD,
-    with Nesterov momentum EAMSGD. (SC17, eq. 1, 2, 5 and 6.)
-
-    Args:
-        beta: p * alpha, in (0, 1].
-    """
-
-    def __init__(self, beta: float) -> None:
-        self.beta = beta
-
-    @classmethod
-    def from_config(cls, config: MethodConfig) -> Elastic:
-        """Return the rule with the user's beta."""
-        return cls(config.beta)
-
-    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
-        """Return alpha * (x - c)."""
-        alpha = moving_rate(self.beta, tally.num_workers)
-        return elastic_difference(replica, center, moving_rate=alpha, out=out)
-
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Do c <- c + alpha * (sum(x) - n*c)."""
-        alpha = moving_rate(self.beta, tally.num_workers)
-        elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
-
-    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Return |x - c|^2, computed from the pull itself, block by block."""
-        if type(self) is not Elastic:  # a subclass may override pull
-            return super().measured_pull(replica, center, tally, out=out)
-        alpha, squares = moving_rate(self.beta, tally.num_workers), 0.0
-        for block in blocks_of(replica):
-            x, c = replica[block], center[block]
-            pull = elastic_difference(x, c, moving_rate=alpha, out=out[block])
-            squares += float(torch.dot(pull, pull))
-        return squares / alpha**2
-
-    def exchange_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Do c <- c + alpha * (x - c), with the same difference for both sides."""
-        if type(self) is not Elastic:  # a subclass may override either side
-            return super().exchange_(replica, center, tally, out=out)
-        squares = 0.0
-        for block in blocks_of(replica):
-            squares += self.measured_pull(replica[block], center[block], tally, out=out[block])
-            center[block].add_(out[block])
-        return squares
-
-
-class MeanGradient(Rule):
-    """The optimizer at the center steps along the mean gradient; replicas copy the center.
-
-    g <- sum_i n_i*g_i / sum_i n_i ; c <- optimizer(c, g) ; x_i <- c, where n_i is the number of
-    samples of worker i, or what they count. With plain SGD this is data-parallel SGD on the joined
-    batch. (SC17, eq. 3 and 4, at the master.)
-    """
-
-    sends = Sends.GRADIENT
-    steps_replica = False
-    period = 1
-
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Step the optimizer along total / num_samples, or do nothing if they count nothing."""
-        if tally.num_samples == 0:  # no sample could be read, or none has a label
-            return
-        step_along_(center, total.div_(tally.num_samples), optimizer)
-
-
-class Outer(Rule):
-    """An outer optimizer steps along the mean progress D_i = c - x_i; replicas copy the center.
-
-    If all workers exchange at once, rate 1 without momentum is local SGD, c <- mean(x_i); Nesterov
-    momentum is DiLoCo (arXiv 2311.08105): m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m).
-    If workers exchange one by one, rate 1 with one local step is SGD at the master, D = eta*g
-    (SC17; with more local steps Downpour), and with momentum MSGD at the master.
-
-    In a round of which only the share s was trained, s*m takes part in the step and (1 - s)*m does
-    not change. So a round in several parts moves the center about as far as a whole one.
-
-    Args:
-        lr: outer learning rate.
-        momentum: outer momentum.
-        nesterov: whether the outer momentum is Nesterov's.
-    """
-
-    sends = Sends.PROGRESS
-
-    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool = False) -> None:
-        self.lr = lr
-        self.momentum = momentum
-        self.nesterov = nesterov
-
-    @classmethod
-    def from_config(cls, config: MethodConfig) -> Outer:
-        """Return the rule with the user's outer rate and momentum, if any."""
-        lr = 1.0 if config.outer_lr is None else config.outer_lr
-        return cls(lr, momentum=config.outer_momentum or 0.0)
-
-    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
-        """Return torch's SGD with the outer rate and momentum."""
-        nesterov = self.nesterov and self.momentum > 0  # torch refuses it without momentum
-        make = without_compiler(SGD)
-        return make(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
-
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Step the outer optimizer along total / n, with the share of its momentum."""
-        assert optimizer is not None
-        direction, share = total.div_(tally.num_messages), tally.share_of_round
-        momentum = optimizer.state[center].get("momentum_buffer") if share < 1 else None
-        if momentum is None:
-            step_along_(center, direction, optimizer)
-            return
-        at_rest = momentum * (1 - share)
-        momentum.mul_(share)
-        step_along_(center, direction, optimizer)
-        momentum.add_(at_rest)
-
-
-class DelayedOuter(Outer):
-    """Outer Nesterov optimizer for progress that arrives one by one: ``DelayedNesterov``.
-
-    The momentum is updated after every p-th message. A message of a part of a round counts as that
-    part of a message.
-    """
-
-    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
-        """Return the delayed Nesterov optimizer."""
-        return without_compiler(DelayedNesterov)(tensors, lr=self.lr, momentum=self.momentum)
-
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Step along D; every p-th message updates the momentum."""
-        assert optimizer is not None
-        for group in optimizer.param_groups:
-            group["every"], group["share"] = tally.num_workers, tally.share_of_round
-        step_along_(center, total.div_(tally.num_messages), optimizer)
-
-
-_ROUNDING = 1e-6
-"""Ten tenths of a message are less than one, by rounding."""
-
-
-class DelayedNesterov(Optimizer):
-    """Nesterov optimizer that updates its momentum every N steps (arXiv 2401.09135, algorithm 3).
-
-    s <- s + D ; every N-th step: m <- mu*m + s/n ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
-    else: c <- c - lr*D/N. Momentum at every step would count stale progress N times. n is the
-    number of steps in s: N, or more at the first update after N has decreased. A step along the
-    progress of a part of a round counts as that part of a step, ``share`` of its group.
-
-    Args:
-        tensors: one flat tensor.
-        lr: outer learning rate.
-        momentum: mu.
-    """
-
-    def __init__(self, tensors: list[Tensor], *, lr: float, momentum: float) -> None:
-        super().__init__(tensors, {"lr": lr, "momentum": momentum, "every": 1, "share": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Apply the progress in ``grad``."""
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                self._step(tensor, group, self.state[tensor])
-
-    def _step(self, tensor: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        if not state:
-            state["arrivals"] = 0
-            state["sum"] = torch.zeros_like(tensor)
-            state["momentum_buffer"] = torch.zeros_like(tensor)
-        progress, every = tensor.grad, group["every"]
-        assert progress is not None
-        state["arrivals"] += group["share"]
-        state["sum"].add_(progress)
-        tensor.sub_(progress, alpha=group["lr"] / every)
-        if state["arrivals"] > every - _ROUNDING:
-            momentum = state["momentum_buffer"]
-            momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / state["arrivals"])
-            tensor.sub_(momentum, alpha=group["lr"] * group["momentum"])
-            state["sum"].zero_()
-            state["arrivals"] = 0
 
 
 def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:

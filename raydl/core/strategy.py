@@ -11,16 +11,12 @@ import torch
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
-from raydl.core.compression import (
-    ErrorFeedback,
-    LostResidual,
-    parse_codec,
-    redistribute_residuals,
-)
+from raydl.core.codecs import parse_codec
+from raydl.core.compression import ErrorFeedback, LostResidual, redistribute_residuals
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.reports import Outcome
 from raydl.data.ledger import Claim, Cuts, Span
 from raydl.data.loader import Step, positions_of

@@ -19,7 +19,7 @@ from typing import Any
 from raydl.config import TrainConfig
 from raydl.core.callbacks import Callback, Listeners
 from raydl.core.membership import Membership
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.rules import Sends
 from raydl.core.scores import Evaluated

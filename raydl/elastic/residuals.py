@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from raydl.config import TrainConfig
 from raydl.core.compression import LostResidual
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.rules import Sends
 from raydl.core.saved_state import SavedState
 

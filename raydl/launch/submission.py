@@ -24,7 +24,7 @@ from raydl.config.custom_code import hugging_face_folder
 from raydl.config.run import RUNS
 from raydl.errors import ConfigError, RaydlError, StalledError
 from raydl.ray_backend.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
-from raydl.redaction import has_credentials
+from raydl.text.redaction import has_credentials
 
 EXCLUDES = (
     "/.git", "/.ci", "/.venv", "/venv", "/runs/*/*", "/tests", "/docs", "/benchmarks", "/build",

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from raydl.metrics.tags import STACK
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#b3478f", "#8a6d00", "#3aa0d8", "#7b4fb5", "#59636d")
 """Colors of numbered lines; further lines repeat them, dashed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from raydl.text import markdown_table
+from raydl.text.formatting import markdown_table
 
 _MAX_ROWS = 100
 """Most memberships in the table, which is written at each change of the membership."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from raydl.metrics.tags import STACK, STACK_GROUND, STACK_GROUP, tag_of
-from raydl.redaction import redact
 from raydl.storage import parent_and_name
+from raydl.text.redaction import redact
 
 LINES: dict[str, dict[str, list[str]]] = {
     "Accuracy and loss": {

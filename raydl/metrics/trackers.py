@@ -26,9 +26,9 @@ from raydl.config.run import METRIC_LINES, TRACKER_STATES
 from raydl.config.typed import Within
 from raydl.errors import ConfigError, UnknownNameError, how_to_install
 from raydl.metrics.writer import MetricsWriter
-from raydl.redaction import redact
 from raydl.storage import parse_json
 from raydl.storage.local_files import LocalFiles
+from raydl.text.redaction import redact
 
 _STEP = "samples"
 """Name of the step of a point, among its values."""

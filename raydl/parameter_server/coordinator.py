@@ -17,7 +17,7 @@ from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.core.membership import Membership
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.non_trainable import NonTrainable
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, RecordAggregator

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raydl.core.center import Snapshot, joined_states, split_states
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import cells
 from raydl.core.job import Job
 from raydl.core.membership import Membership

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Center, MakeOptimizer
-from raydl.core.compression import Codec
+from raydl.core.codecs import Codec
 from raydl.core.exchange import message_weight, toward_center
 from raydl.core.membership import Membership
 from raydl.core.rules import Rule, Sends, Tally, mix_buffers_

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from raydl.config import TrainConfig
 from raydl.core.center import Mirror
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Arrival, Header
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.rules import Rule, Sends, Tally
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeTimeoutError

@@ -33,13 +33,13 @@ from torch.optim import Optimizer
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device
-from raydl.core.custom_rule import as_method
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.rules import Rule
 from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, RaydlError
+from raydl.methods.custom_rule import as_method
 from raydl.parameter_server.ray_transport import RayCenterClient
 from raydl.ray_backend.cluster import (
     START_S,

@@ -14,7 +14,7 @@ from ray.job_submission import JobSubmissionClient
 
 from raydl.errors import RaydlError
 from raydl.ray_backend.job_end import SILENT, UNKNOWN, JobState
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 
 _TIMEOUT_S = (10.0, 120.0)
 """Time-outs to connect, and to answer, in seconds. An upload takes long to answer."""

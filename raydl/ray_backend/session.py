@@ -29,7 +29,7 @@ from raydl.errors import STOPPED, ClusterError, ConfigError
 from raydl.ray_backend import fork_server, ray_version
 from raydl.ray_backend.open_files import check_open_files
 from raydl.ray_backend.private_folder import make_private_folder
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """The cluster's configuration, which `ray up` writes on the head."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from raydl.checkpoint.best import FILE, read_best
 from raydl.checkpoint.store import CheckpointStore
 from raydl.errors import CheckpointError
-from raydl.redaction import redact
 from raydl.run.folder import open_run
+from raydl.text.redaction import redact
 
 
 def check_run(path: str) -> list[str]:

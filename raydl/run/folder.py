@@ -36,11 +36,11 @@ from raydl.config import InputConfig, RunConfig, TrainConfig, dotted, from_dict,
 from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.config.typed import Count, typed
 from raydl.errors import CheckpointError, ConfigError, DataError
-from raydl.redaction import has_credentials, redact_values
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.lock import held
 from raydl.run.versions import installed_version
 from raydl.storage import Storage, below, in_words, parent_and_name
+from raydl.text.redaction import has_credentials, redact_values
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"

@@ -29,10 +29,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raydl.errors import ConfigError, SupersededError
-from raydl.redaction import redact
 from raydl.run.driver_epoch import HOLDER_BYTES, DriverEpoch, Holder, describe
 from raydl.storage import Storage, in_words, parse_json
 from raydl.storage.local_files import LocalFiles
+from raydl.text.redaction import redact
 
 BEAT_S = 2.0
 """Seconds between two writes of a lock object."""

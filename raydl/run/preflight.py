@@ -18,16 +18,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from raydl.config import TrainConfig
-from raydl.core.custom_rule import try_rule
 from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
-from raydl.core.methods import Method, check_weights
+from raydl.core.method import Method, check_weights
 from raydl.core.optimizers import check_for_model, no_gradient_text
 from raydl.core.saved_state import check_state
 from raydl.core.state_names import check_round_trip
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError, UnknownNameError
+from raydl.methods.custom_rule import try_rule
 from raydl.tasks import (
     ChecksOutput,
     Counter,

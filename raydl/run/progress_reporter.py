@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydl.core.progress import Progress
-from raydl.text import clock_text, loss_text
+from raydl.text.formatting import clock_text, loss_text
 
 LOGGER = "raydl"
 """Name of the logger of Python's ``logging`` that receives every event."""

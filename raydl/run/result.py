@@ -10,9 +10,9 @@ from torch import Tensor
 from raydl.checkpoint.figures import read_figures
 from raydl.checkpoint.store import CheckpointStore
 from raydl.errors import DataError
-from raydl.redaction import redact
 from raydl.run.folder import NO_RUN, open_run, read_config_file
 from raydl.storage import Storage, below, in_words
+from raydl.text.redaction import redact
 
 
 @dataclass(frozen=True)

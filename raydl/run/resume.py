@@ -14,7 +14,7 @@ from raydl.config import TrainConfig
 from raydl.core.callbacks import callbacks_of
 from raydl.core.center import MakeOptimizer, Snapshot, extended_state, first_snapshot
 from raydl.core.flat import FlatModel
-from raydl.core.methods import Method
+from raydl.core.method import Method
 from raydl.core.optimizers import make_optimizer
 from raydl.core.saved_state import reported_as_damage
 from raydl.core.stop_condition import StopCondition

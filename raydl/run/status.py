@@ -8,8 +8,8 @@ from typing import Any
 
 from raydl.config.typed import Count, Seconds, typed
 from raydl.core.progress import Progress
-from raydl.redaction import redact_values
 from raydl.storage import Storage
+from raydl.text.redaction import redact_values
 
 _FINAL = ("finished", "stopped", "failed")
 

@@ -39,10 +39,9 @@ from raydl.config.custom_code import hugging_face_folder
 from raydl.config.run import RUNS
 from raydl.config.tls import check_device
 from raydl.core.callbacks import Callback, callbacks_of, checked_callbacks
-from raydl.core.custom_rule import as_method
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
-from raydl.core.methods import Method, filled_in, resolve
+from raydl.core.method import Method
 from raydl.core.optimizers import OwnOptimizer, as_config
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule
@@ -60,6 +59,8 @@ from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import STOP_COMMAND, ConfigError, DataError
 from raydl.faults import FaultPlan
+from raydl.methods import filled_in, resolve
+from raydl.methods.custom_rule import as_method
 from raydl.metrics import (
     BackgroundWriter,
     MetricsWriter,
@@ -70,7 +71,6 @@ from raydl.metrics import (
     trackers,
 )
 from raydl.ray_backend import session as ray_session
-from raydl.redaction import redact_values
 from raydl.run.control_channel import ControlChannel
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder, with_index_dir
@@ -94,7 +94,8 @@ from raydl.tasks import (
     shape_for,
     task_on,
 )
-from raydl.text import config_as_markdown
+from raydl.text.formatting import settings_table
+from raydl.text.redaction import redact_values
 from raydl.worker.evaluator import Evaluator
 from raydl.worker.examples import Examples
 
@@ -579,7 +580,7 @@ class Trainer:
             stack.pop_all()
         view.follow_recorder(recorder, log)
         try:
-            recorder.describe(config_as_markdown(redact_values(to_dict(config))))
+            recorder.describe(settings_table(dotted(redact_values(to_dict(config)))))
             for sentence in start.sentences:
                 recorder.event(sentence)
             yield recorder

@@ -16,11 +16,11 @@ from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import STOPPED, RaydlError
-from raydl.redaction import redact
 from raydl.run.progress_reporter import LOGGER, ProgressReporter, ProgressView, Silent
 from raydl.run.recorder import RunRecorder
 from raydl.run.status import RunStatus, WorkerStatus
-from raydl.text import clock_text, escape_controls
+from raydl.text.formatting import clock_text, escape_controls
+from raydl.text.redaction import redact
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8

@@ -37,8 +37,8 @@ from pyarrow import fs
 
 from raydl.config.typed import typed
 from raydl.errors import ConfigError, StorageSilentError
-from raydl.redaction import redact
 from raydl.storage.local_files import LocalFiles
+from raydl.text.redaction import redact
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _S3_ATTEMPTS = 5

@@ -28,7 +28,6 @@ from raydl.config import (
 )
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.saved_state import SavedState
@@ -48,6 +47,7 @@ from raydl.core.worker_group import (
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.faults import Fault
+from raydl.methods import resolve
 from raydl.tools.spot import Fleet, Preemption, SpotPrediction
 
 _CALM_S = 1.0

@@ -18,7 +18,7 @@ import tyro
 from raydl.config import TrainConfig, to_dict
 from raydl.config.checks import require_local
 from raydl.errors import ConfigError
-from raydl.redaction import redact_values
+from raydl.text.redaction import redact_values
 from raydl.tools.comparison.report import machine
 from raydl.tools.comparison.runner import train
 
@@ -60,7 +60,7 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
         ConfigError: if a setting changes the work, or settings contradict each other for a number
             of workers.
     """
-    from raydl.core.methods import resolve  # imports torch
+    from raydl.methods import resolve  # imports torch
 
     base, run = scaling.base, scaling.base.run
     run.refuse_folder("in a measurement")

@@ -21,7 +21,8 @@ import torch
 from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback, LostResidual, parse_codec
+from raydl.core.codecs import parse_codec
+from raydl.core.compression import ErrorFeedback, LostResidual
 from raydl.core.exchange import Header, Partners, StepPlan
 from raydl.core.job import Job
 from raydl.core.membership import Membership

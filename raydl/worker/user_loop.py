@@ -29,11 +29,10 @@ from torch.optim import LBFGS, Optimizer
 
 from raydl.config import TrainConfig, TrainingConfig, dotted, to_dict
 from raydl.core.center import Snapshot, as_tensors, copied_to_cpu, first_snapshot
-from raydl.core.custom_rule import try_rule
 from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
-from raydl.core.methods import check_weights, resolve
+from raydl.core.method import check_weights
 from raydl.core.non_trainable import NonTrainable
 from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
@@ -46,6 +45,8 @@ from raydl.data import DataShape
 from raydl.elastic.rendezvous import Age, Signal, age_of
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, ExchangeError, ShapeError, StepError
+from raydl.methods import resolve
+from raydl.methods.custom_rule import try_rule
 from raydl.metrics import TimeParts
 from raydl.tasks import Batch
 from raydl.worker.epochs import Epochs, Interval

@@ -26,9 +26,9 @@ from repository import ROOT
 
 from raydl.cli.commands import COMMANDS
 from raydl.cli.options import parse_train
-from raydl.core.methods import METHODS
 from raydl.launch.spot_notice.__main__ import main as spot_notice
 from raydl.launch.submission import HOME_RUNS
+from raydl.methods import METHODS
 
 FOLDER = ROOT / "cluster_configs"
 CLOUDS = ("aws", "gcp", "azure")

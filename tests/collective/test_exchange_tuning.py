@@ -23,9 +23,9 @@ from raydl.core.autotune import (
     waiting,
 )
 from raydl.core.center import split_states
-from raydl.core.methods import filled_in, resolve
 from raydl.core.reports import Outcome
 from raydl.errors import ConfigError, ExchangeError
+from raydl.methods import filled_in, resolve
 from raydl.metrics import TimeParts
 from raydl.worker.in_process import LocalGroup
 

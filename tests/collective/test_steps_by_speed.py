@@ -16,9 +16,9 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
 from raydl.errors import ConfigError, ExchangeError
+from raydl.methods import resolve
 from raydl.metrics import TimeParts
 from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Worker

@@ -15,11 +15,14 @@ from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
 from raydl.collective.sync_exchange import GatheredExchange, SyncExchange, gather_bytes
 from raydl.config import OptimizerConfig
 from raydl.core.center import Center
-from raydl.core.compression import ErrorFeedback, parse_codec
+from raydl.core.codecs import parse_codec
+from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Header
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Elastic, MeanGradient, Sends
+from raydl.core.rules import Sends
 from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.easgd import Elastic
 from raydl.worker.in_process import LocalGroup
 
 BETA = 0.5

@@ -21,8 +21,8 @@ from raydl.config import (
     from_dict,
     to_dict,
 )
-from raydl.core.methods import METHODS, filled_in, resolve
 from raydl.errors import ConfigError, UnknownNameError
+from raydl.methods import METHODS, filled_in, resolve
 from raydl.run.trainer import Trainer
 
 
@@ -142,7 +142,7 @@ def test_settings_of_the_user_take_precedence_over_those_of_the_method():
     )
     assert (method.period, method.optimizer.momentum, method.optimizer.lr) == (3, 0.5, 0.2)
     own = resolve(TrainConfig(method=MethodConfig(name="sync-measgd")))
-    assert (own.period, own.optimizer.momentum) == (10, METHODS["sync-measgd"].momentum)
+    assert (own.period, own.optimizer.momentum) == (10, METHODS["sync-measgd"].local_step.momentum)
 
 
 def test_the_configuration_of_a_run_records_the_defaults_of_its_method():

@@ -7,20 +7,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl.core.compression import (
+from raydl.core.codecs import (
+    E3M0,
     BFloat16,
-    ErrorFeedback,
+    ChunkTopK,
     Int8Blocks,
     Plain,
+    Sign,
     TopK,
+    pack,
     parse_codec,
-    redistribute_residuals,
+    unpack,
 )
+from raydl.core.compression import ErrorFeedback, redistribute_residuals
 from raydl.errors import ConfigError
 
-CODECS = [Plain(), BFloat16(), Int8Blocks(), Int8Blocks(block_size=7), TopK(0.01), TopK(0.3)]
+CODECS = [
+    Plain(),
+    BFloat16(),
+    *(kind(size) for kind in (Int8Blocks, E3M0, Sign) for size in (1024, 8)),
+    Int8Blocks(block_size=7),
+    TopK(0.01),
+    TopK(0.3),
+    ChunkTopK(64),
+    ChunkTopK(3, 16),
+    ChunkTopK(1, 2),
+    ChunkTopK(9, 7),
+]
 LENGTHS = [0, 1, 5, 1023, 1024, 1025, 3000]
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{type(c).__name__}-{c.name}")
+every_codec = pytest.mark.parametrize(
+    "codec", CODECS, ids=lambda c: f"{c.name}-{getattr(c, 'block_size', '')}"
+)
 
 
 def vector(length: int, seed: int = 0) -> torch.Tensor:
@@ -65,6 +82,69 @@ def test_int8_keeps_a_block_of_zeros_and_the_greatest_magnitude_of_a_block():
     result = decode(Int8Blocks(block_size=2), values)
     assert result[[0, 1, 2, 4, 5, 6]].tolist() == values[[0, 1, 2, 4, 5, 6]].tolist()
     assert result[3].item() == pytest.approx(1e38, rel=0.02)
+
+
+def test_e3m0_by_hand():
+    """s is 128; a level is 2^-6 to 1 of it, and the limit between two is in the middle."""
+    values = torch.tensor([128.0, -96.1, 95.9, 2.0, -3.1, 2.9, 1.01, -0.99, 0.0])
+    codec = E3M0(block_size=16)
+    message = codec.encode(values)
+    assert message[:4].view(torch.float32).tolist() == [128.0]
+    assert message[4:].tolist() == [0xF7, 0x16, 0x1A, 0x81, 0x00]  # the first value lowest
+    wanted = [128.0, -128.0, 64.0, 2.0, -4.0, 2.0, 2.0, 0.0, 0.0]
+    assert decode(codec, values).tolist() == wanted
+
+
+def test_e3m0_takes_the_nearest_of_its_levels():
+    values = torch.cat([torch.tensor([1.0]), vector(1000).tanh()])
+    levels = torch.tensor([0.0, *(2.0**-n for n in range(7))])
+    levels = torch.cat([levels, -levels])
+    nearest = (values[:, None] - levels).abs().amin(1)
+    error = (decode(E3M0(), values) - values).abs()
+    assert torch.equal(error, nearest)
+
+
+def test_sign_by_hand_with_a_short_last_block():
+    codec, values = Sign(block_size=8), torch.tensor([1.0, -2.0, 3.0] + [0.0] * 5 + [-5.0, 3.0])
+    message = codec.encode(values)
+    assert message[:8].view(torch.float32).tolist() == [6 / 8, 8 / 2]
+    assert message[8:].tolist() == [0b10, 0b1]
+    assert decode(codec, values).tolist() == [0.75, -0.75] + [0.75] * 6 + [-4.0, 4.0]
+
+
+def test_chunk_topk_by_hand():
+    codec = ChunkTopK(3, 8)
+    values = torch.tensor([0.0, -5.0, 1.0, 3.0, 0.5, 2.0, 0.0, 0.0, 7.0, -8.0])
+    message = codec.encode(values)
+    means = message[:16].view(torch.float32).tolist()
+    assert means == [4.0, 2.0, 8.0, 7.0]  # of the larger and the smaller half of each chunk
+    assert len(message) == 16 + 4  # five codes of 3 + 2 bits
+    assert decode(codec, values).tolist() == [0, -4, 0, 4, 0, 2, 0, 0, 7, -8]
+
+
+def test_chunk_topk_takes_the_lower_place_of_equal_magnitudes():
+    values = torch.tensor([1.0, -2.0, 2.0, 3.0, 2.0, -2.0])
+    assert decode(ChunkTopK(3, 6), values).tolist() == [0, -2.5, 2.0, 2.5, 0.0, 0.0]
+
+
+def test_chunk_topk_needs_120_bytes_for_the_64_largest_of_4096():
+    """12 bits for the place, one for the sign, one for the half, and two means."""
+    assert ChunkTopK(64).num_bytes(4096) == 64 * 14 // 8 + 8 == 120
+    assert ChunkTopK(64).num_bytes(10 * 4096 + 100) == 8 * 11 + (10 * 64 + 64) * 14 // 8
+
+
+def test_chunk_topk_encodes_a_vector_of_several_passes_like_its_chunks():
+    values, codec = vector(2**20 + 9000), ChunkTopK(5, 64)
+    parts = values.split(2**14)
+    assert torch.equal(decode(codec, values), torch.cat([decode(codec, part) for part in parts]))
+
+
+@given(st.integers(1, 24), st.lists(st.integers(0, 2**24 - 1), max_size=70))
+def test_codes_are_unpacked_as_they_were_packed(bits, numbers):
+    codes = torch.tensor([number % 2**bits for number in numbers], dtype=torch.int32)
+    packed = torch.full((-(-len(codes) * bits // 8),), 77, dtype=torch.uint8)
+    pack(codes, bits, out=packed)
+    assert unpack(packed, bits, len(codes)).tolist() == codes.tolist()
 
 
 def test_topk_by_hand():
@@ -233,7 +313,9 @@ def test_what_messages_count_and_the_residual_sum_to_all_values_for_any_shares(c
 
 
 @pytest.mark.parametrize(
-    "codec", [TopK(0.1), Int8Blocks(), BFloat16(), Plain()], ids=lambda c: c.name
+    "codec",
+    [TopK(0.1), ChunkTopK(10, 50), Int8Blocks(), E3M0(), Sign(8), BFloat16(), Plain()],
+    ids=lambda c: c.name,
 )
 @pytest.mark.parametrize("share", [0.1, 1.0, 1.9, 2.5, 4.0])
 def test_what_is_left_out_does_not_grow_if_a_worker_always_counts_more_than_others(codec, share):
@@ -418,10 +500,14 @@ def test_the_name_of_a_codec_is_its_setting(text):
 
 
 def test_a_setting_is_parsed_to_its_codec():
-    kinds = [Plain, BFloat16, Int8Blocks, TopK]
-    for text, kind in zip(["none", "bf16", "int8", "topk:1e-3"], kinds, strict=True):
+    kinds = [Plain, BFloat16, Int8Blocks, E3M0, Sign, TopK]
+    for text, kind in zip(
+        ["none", "bf16", "int8", "e3m0", "sign", "topk:1e-3"], kinds, strict=True
+    ):
         assert type(parse_codec(text)) is kind
     assert parse_codec("topk:1").num_bytes(10) == 80
+    assert parse_codec("chunk-topk:8").name == "chunk-topk:8/4096"
+    assert parse_codec("chunk-topk:8/64").num_bytes(64) == 8 + 8
 
 
 @pytest.mark.parametrize(
@@ -432,8 +518,8 @@ def test_any_other_text_is_refused_with_one_sentence(text):
     with pytest.raises(ConfigError) as caught:
         parse_codec(text)
     assert str(caught.value) == (
-        "exchange.compression must be none, bf16, int8 or topk:SHARE with SHARE in (0, 1], "
-        f"got {text!r}"
+        "exchange.compression must be none, bf16, int8, e3m0, sign, topk:SHARE with SHARE in "
+        f"(0, 1], chunk-topk:K or chunk-topk:K/CHUNK, or module:Class, got {text!r}"
     )
 
 

@@ -14,10 +14,13 @@ from user_loops import Threads, user_loop_config
 
 import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
-from raydl.core.custom_rule import check_rule, try_rule
-from raydl.core.methods import METHODS, resolve
-from raydl.core.rules import Elastic, MeanGradient, Outer, Rule, Sends
+from raydl.core.rules import Rule, Sends
 from raydl.errors import ConfigError, ShapeError
+from raydl.methods import METHODS, resolve
+from raydl.methods.custom_rule import check_rule, try_rule
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 from raydl.tasks import Classification
 
 
@@ -200,7 +203,7 @@ def test_a_rule_that_sends_gradients_is_refused_where_local_steps_are_needed(met
         resolve(case, Descends())
 
 
-@pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.core.rules:Elastic"])
+@pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.methods.easgd:Elastic"])
 def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
     config = TrainConfig(method=MethodConfig(name=name))
     if name.endswith("Elastic"):  # Elastic has its own from_config

@@ -9,21 +9,19 @@ from ensembles import Ensemble, tiny_images
 from safetensors.torch import load_file
 from scenarios import loss_of, scenario_config
 
-from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
-from raydl.core.conflicts import CONFLICTS, Choice
-from raydl.core.methods import METHODS, check_weights, resolve
+from raydl.config import ExchangeConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.core.method import check_weights
 from raydl.core.replica import DistanceTrend, DynamicWeights
 from raydl.core.reports import Outcome
-from raydl.core.rules import Elastic
 from raydl.errors import ConfigError
+from raydl.methods import METHODS, resolve
+from raydl.methods.conflicts import CONFLICTS, Choice
+from raydl.methods.easgd import Elastic
 from raydl.run.trainer import Trainer
 
-ELASTIC = [
-    name
-    for name, row in METHODS.items()
-    if isinstance(row.make_rule(MethodConfig(outer_lr=1.0, outer_momentum=0.0)), Elastic)
-]
-SYNC = [name for name, row in METHODS.items() if row.strategy == "sync"]
+ELASTIC = [name for name, kind in METHODS.items() if issubclass(kind, Elastic)]
+SYNC = [name for name, kind in METHODS.items() if kind.strategy == "sync"]
+CODECS = ["bf16", "int8", "e3m0", "sign", "topk:0.3", "chunk-topk:20/64"]
 BY_MESSAGES = [name for name in METHODS if name not in SYNC]
 
 
@@ -448,7 +446,7 @@ def test_trust_follows_the_trend_of_the_distance():
 # compressed messages
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     "method", ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "hogwild-sgd", "original-easgd"]
 )
@@ -463,7 +461,7 @@ def test_methods_train_with_compressed_messages(method, codec):
     assert loss_of(ensemble, ensemble.center().weights, images) < before
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
 def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, codec):
     exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)

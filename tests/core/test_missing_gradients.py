@@ -22,8 +22,8 @@ from raydl.config import (
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import OPTIMIZERS, make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Elastic
 from raydl.errors import ShapeError, StepError
+from raydl.methods.easgd import Elastic
 from raydl.metrics import TimeParts
 from raydl.tasks import Classification
 

@@ -16,7 +16,8 @@ from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
 from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
-from raydl.core.rules import MeanGradient, Tally
+from raydl.core.rules import Tally
+from raydl.methods.data_parallel import MeanGradient
 from raydl.worker.in_process import LocalGroup
 
 

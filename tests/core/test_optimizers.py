@@ -23,7 +23,6 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.core.methods import filled_in, resolve
 from raydl.core.optimizers import (
     ELEMENTWISE,
     OPTIMIZERS,
@@ -33,6 +32,7 @@ from raydl.core.optimizers import (
     parameters_of,
 )
 from raydl.errors import ConfigError
+from raydl.methods import filled_in, resolve
 from raydl.run.trainer import Trainer
 from raydl.tasks import Classification
 
@@ -54,7 +54,7 @@ def test_no_optimizer_that_raydl_makes_imports_the_compiler_of_torch():
     code = """
 import sys, torch
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
-from raydl.core.methods import METHODS, resolve
+from raydl.methods import METHODS, resolve
 from raydl.core.optimizers import OPTIMIZERS, make_optimizer
 from raydl.elastic.plateau import Plateau
 model = torch.nn.Linear(2, 2, bias=False)
@@ -342,7 +342,7 @@ def test_a_function_that_returns_no_optimizer_is_refused():
 
 def test_a_center_without_a_lock_accepts_only_sgd():
     config = TrainConfig(
-        method=MethodConfig(name="raydl.core.rules:MeanGradient", strategy="hogwild"),
+        method=MethodConfig(name="raydl.methods.data_parallel:MeanGradient", strategy="hogwild"),
         optimizer=OptimizerConfig(name="adamw"),
     )
     with pytest.raises(ConfigError, match=r"optimizer\.name must be sgd .*, got adamw"):

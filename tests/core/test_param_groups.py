@@ -23,11 +23,11 @@ from raydl.config import (
     from_dict,
     to_dict,
 )
-from raydl.core.methods import resolve
 from raydl.core.optimizers import OPTIMIZERS, check_for_model, lr_at
-from raydl.core.rules import MeanGradient
 from raydl.data import load
 from raydl.errors import ConfigError, UnknownNameError
+from raydl.methods import resolve
+from raydl.methods.data_parallel import MeanGradient
 from raydl.tasks import build_model
 
 BIASES = ParamGroup(pattern="*.bias", weight_decay=0.0)
@@ -397,7 +397,7 @@ def test_groups_are_refused_for_an_optimizer_at_a_center_in_parts():
         "sync-msgd", exchange=ExchangeConfig(fragments=2), momentum=0.5, param_groups=group
     )
     by_messages = TrainConfig(
-        method=MethodConfig(name="raydl.core.rules:MeanGradient", strategy="async"),
+        method=MethodConfig(name="raydl.methods.data_parallel:MeanGradient", strategy="async"),
         optimizer=OptimizerConfig(param_groups=group),
     )
     for config, rule in ((in_fragments, None), (by_messages, MeanGradient())):

@@ -16,7 +16,11 @@ from raydl.config import ExchangeConfig, OptimizerConfig
 from raydl.core.exchange import Header
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
-from raydl.core.rules import DelayedOuter, Elastic, MeanGradient, Outer, Tally
+from raydl.core.rules import Tally
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.diloco import DelayedOuter
+from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 
 NESTEROV = Outer(0.7, momentum=0.9, nesterov=True)
 PLAIN = Outer(0.7, momentum=0.9)

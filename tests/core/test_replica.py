@@ -14,9 +14,11 @@ from raydl.core.exchange import StepPlan
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Elastic, MeanGradient, Outer
 from raydl.data import Batches, Normalizer
 from raydl.errors import ExchangeError
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 from raydl.metrics import TimeParts
 from raydl.tasks import Classification
 

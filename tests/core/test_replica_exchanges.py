@@ -14,9 +14,12 @@ from raydl.core.exchange import Arrival, Header, StepPlan, toward_center
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Elastic, MeanGradient, Outer, Tally
+from raydl.core.rules import Tally
 from raydl.data import Batches, Normalizer
 from raydl.errors import NonFiniteError
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 from raydl.metrics import TimeParts
 from raydl.tasks import Classification
 

@@ -3,16 +3,8 @@
 import pytest
 import torch
 
-from raydl.core.rules import (
-    BLOCK,
-    Elastic,
-    Rule,
-    Tally,
-    blocks_of,
-    elastic_center_,
-    elastic_difference,
-    squared_distance,
-)
+from raydl.core.rules import BLOCK, Rule, Tally, blocks_of, squared_distance
+from raydl.methods.easgd import Elastic, elastic_center_, elastic_difference
 
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]
 TALLY = Tally(num_workers=3, num_messages=3, num_samples=1.0)

@@ -7,18 +7,17 @@ from hypothesis import strategies as st
 
 from raydl.config import MethodConfig
 from raydl.core import rules as blocks
-from raydl.core.rules import (
-    DelayedOuter,
+from raydl.core.rules import Tally, lr_factor
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.diloco import DelayedOuter
+from raydl.methods.easgd import (
     Elastic,
-    MeanGradient,
-    Outer,
-    Tally,
     elastic_center_,
     elastic_difference,
-    lr_factor,
     moving_rate,
     moving_rate_limit_in_turn,
 )
+from raydl.methods.outer import Outer
 
 
 def exchange(rule: Elastic, replicas: list[torch.Tensor], center: torch.Tensor) -> None:

@@ -23,11 +23,11 @@ from raydl.config import (
 )
 from raydl.core.center import extended_state
 from raydl.core.flat import FlatModel
-from raydl.core.methods import resolve
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Collected
 from raydl.errors import ShapeError
+from raydl.methods import resolve
 from raydl.run.progress_reporter import LOGGER
 from raydl.storage import Storage
 from raydl.tasks import Classification

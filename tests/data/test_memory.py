@@ -145,7 +145,18 @@ def send_peaks(sources, sender):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parquet",
+        "saved",
+        "tokens",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("class folders", "tar", "csv", "json lines")
+        ),
+    ],
+)
 def test_twice_as_many_rows_need_no_more_memory(tmp_path, name):
     sources = []
     for factor in (1, 2):

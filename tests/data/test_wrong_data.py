@@ -145,7 +145,7 @@ def test_info_and_a_run_refuse_labels_that_are_no_integers_alike(tmp_path):
 def test_files_that_name_the_pictures_differently_are_refused(tmp_path, input):
     one, other = picture_table([0, 1]), picture_table([0, 1], name="img")
     source = write(tmp_path, train_0=one, train_1=other, test_0=one)
-    with pytest.raises(DataError, match=r"train-1.*must have a column image, got img, label"):
+    with pytest.raises(DataError, match=r"train-1.*image \(did you mean img\?\), got img, label"):
         load(source, input=input)
 
 

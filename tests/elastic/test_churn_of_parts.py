@@ -10,8 +10,8 @@ from histories import AllProgress, History, assert_same, config, counting
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
-from raydl.core.rules import Elastic
 from raydl.core.worker_group import Collected
+from raydl.methods.easgd import Elastic
 from raydl.storage import Storage
 
 # a round in several fragments

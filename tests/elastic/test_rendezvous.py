@@ -13,10 +13,10 @@ from user_loops import Threads, equal_states, run_all, user_loop_config
 
 from raydl.config import MethodConfig
 from raydl.core.membership import Membership
-from raydl.core.methods import METHODS
 from raydl.elastic.rendezvous import NO_COPY, Invitation, Rendezvous, Signal
 from raydl.elastic.rendezvous_client import RendezvousClient, _Participation
 from raydl.errors import AttachError, ExchangeError
+from raydl.methods import METHODS
 
 LEASE_S, TIMEOUT_S = 10.0, 100.0
 

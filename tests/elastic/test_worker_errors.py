@@ -19,10 +19,10 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.config import ElasticConfig
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
-from raydl.core.rules import Outer
 from raydl.core.worker_group import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
 from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, InfrastructureError, NonFiniteCenterError, NonFiniteLossError
+from raydl.methods.outer import Outer
 from raydl.storage import Storage
 
 MACHINE_ERROR = InfrastructureError("w1", "OSError: [Errno 5] Input/output error")

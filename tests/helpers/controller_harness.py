@@ -15,7 +15,6 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.core.center import Snapshot
-from raydl.core.methods import resolve
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.scores import Evaluated
@@ -23,6 +22,7 @@ from raydl.core.worker_group import Changed, Collected, Published, Reported, Run
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.faults import FaultPlan
+from raydl.methods import resolve
 
 BOTH = pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
 

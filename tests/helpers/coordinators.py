@@ -6,13 +6,13 @@ import torch
 from scenarios import ALL
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.optimizers import make_optimizer
 from raydl.core.rules import Rule, Sends
 from raydl.data.ledger import Ledger
+from raydl.methods import resolve
 from raydl.parameter_server.coordinator import Coordinator
 from raydl.parameter_server.protocol import Completion, MessageId, Request
 from raydl.parameter_server.shard import Shard

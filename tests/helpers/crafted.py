@@ -1,6 +1,7 @@
 """Changes of a run's folder that somebody who may write it could make."""
 
 import contextlib
+import copy
 import json
 import os
 import random
@@ -90,8 +91,8 @@ def changed_json(text, rng):
         value = rng.choice(VALUES)
         if value is ABSENT:
             del container[key]
-        else:
-            container[key] = value
+        else:  # a copy, which the next change may change
+            container[key] = copy.deepcopy(value)
     if rng.random() < 0.05:
         values = rng.choice([v for v in VALUES if v is not ABSENT])
     return json.dumps(values)

@@ -15,11 +15,11 @@ from raydl.core.center import Snapshot, first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
 from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer, Samples
 from raydl.data.samples import as_they_are
+from raydl.methods import resolve
 from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.server import CenterServer, make_shard
 from raydl.tasks import Classification, DataShape

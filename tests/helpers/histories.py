@@ -20,13 +20,14 @@ from benchmarks.counting import AllProgress
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
-from raydl.core.rules import MeanGradient, Sends
+from raydl.core.rules import Sends
 from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.data.samples import as_they_are
 from raydl.errors import ExchangeError
+from raydl.methods import resolve
+from raydl.methods.data_parallel import MeanGradient
 from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Worker
 

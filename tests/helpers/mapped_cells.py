@@ -7,7 +7,7 @@ from raydl.core.membership import Membership
 from raydl.core.non_trainable import NonTrainableState
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
-from raydl.core.rules import Elastic
+from raydl.methods.easgd import Elastic
 from raydl.parameter_server.client import ClientSession
 from raydl.parameter_server.protocol import (
     NOTHING,

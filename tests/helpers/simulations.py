@@ -15,7 +15,6 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.core.methods import resolve
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.scores import Evaluated
@@ -32,6 +31,7 @@ from raydl.core.worker_group import (
 )
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
+from raydl.methods import resolve
 
 LEASE_S = 3.0
 

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenarios import spans_of, steps_of
 
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
-from raydl.core.rules import Elastic
 from raydl.errors import ExchangeError
+from raydl.methods.easgd import Elastic
 from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.protocol import MessageId
 

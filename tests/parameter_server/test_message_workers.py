@@ -13,13 +13,14 @@ from message_jobs import wait_for
 from scenarios import FourSlopes, scenario_config
 
 from raydl.config import ExchangeConfig
-from raydl.core.compression import ErrorFeedback, parse_codec
+from raydl.core.codecs import parse_codec
+from raydl.core.compression import ErrorFeedback
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule, Sends
 from raydl.data.ledger import Ledger
 from raydl.errors import ExchangeError
+from raydl.methods import resolve
 from raydl.parameter_server import ray_transport as remote
 from raydl.parameter_server.protocol import MessageId
 from raydl.worker.loop import Worker

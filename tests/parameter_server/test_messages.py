@@ -14,9 +14,10 @@ from scenarios import ALL, spans_of, steps_of
 from raydl.core.exchange import Header, cells, shard_spans
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
-from raydl.core.rules import Elastic, Outer
 from raydl.data.ledger import Claim, Ledger
 from raydl.errors import ExchangeTimeoutError
+from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 from raydl.parameter_server import ray_transport as remote
 from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.protocol import Completion, MessageId

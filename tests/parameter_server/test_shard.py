@@ -13,12 +13,14 @@ from coordinators import Add, make_shard, request
 from mapped_cells import ASSIGNMENT, FakeCenterClient, open_exchange, open_shard
 
 from raydl.config import OptimizerConfig
-from raydl.core.compression import parse_codec
+from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Elastic, Outer, Rule, Sends, Tally
+from raydl.core.rules import Rule, Sends, Tally
 from raydl.errors import ExchangeTimeoutError
+from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 from raydl.parameter_server.protocol import NOTHING, CellAddress, Completion, MessageId, Response
 from raydl.parameter_server.shard import Shard
 from raydl.parameter_server.shared_memory import MappedCell, open_cells

@@ -18,10 +18,11 @@ from message_jobs import wait_for
 from raydl.config import ExchangeConfig, ScalingConfig
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
-from raydl.core.rules import BLOCK, Elastic, Rule, Tally
+from raydl.core.rules import BLOCK, Rule, Tally
 from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.methods import resolve
+from raydl.methods.easgd import Elastic
 from raydl.parameter_server.protocol import (
     NOTHING,
     CellAddress,

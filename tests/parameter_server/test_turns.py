@@ -15,8 +15,8 @@ from message_jobs import message_job as job
 from scenarios import spans_of
 
 from raydl.core.membership import Membership
-from raydl.core.rules import Elastic
 from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.methods.easgd import Elastic
 from raydl.parameter_server.protocol import MessageId
 from raydl.worker.in_process import LocalCenterClient
 

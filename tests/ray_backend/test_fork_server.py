@@ -274,7 +274,17 @@ def test_a_request_in_the_way_of_a_client_gets_a_fork(node):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["--mount", "--pid", "--ipc", "--uts", "--cgroup", "--user"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "--mount",
+        "--user",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("--pid", "--ipc", "--uts", "--cgroup")
+        ),
+    ],
+)
 def test_a_process_of_the_same_user_in_another_container_gets_no_fork(node, kind):
     """Namespaces make a container; all of them but that of the network may differ here."""
     server = Server(node)

@@ -256,10 +256,10 @@ def fit_line(module, callbacks, **length):
     ("options", "length"),
     [
         ({}, {"max_steps": 33}),
-        ({"interval": "epoch"}, {"max_epochs": 3}),
-        ({}, {"max_epochs": 6, "accumulate_grad_batches": 3}),
-        ({"is_manual": True}, {"max_steps": 33}),
         ({"is_manual": True, "interval": "epoch"}, {"max_epochs": 3}),
+        pytest.param({"interval": "epoch"}, {"max_epochs": 3}, marks=pytest.mark.slow),
+        pytest.param({}, {"max_epochs": 6, "accumulate_grad_batches": 3}, marks=pytest.mark.slow),
+        pytest.param({"is_manual": True}, {"max_steps": 33}, marks=pytest.mark.slow),
     ],
 )
 def test_a_late_trainer_has_step_epoch_rate_and_end_of_the_others(monkeypatch, options, length):
@@ -356,6 +356,7 @@ def test_a_replacement_has_step_epoch_rate_and_end_of_the_others_on_ray(cluster)
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_the_example_learns(cluster, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(JOB), run_name="__main__")

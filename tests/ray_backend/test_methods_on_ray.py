@@ -23,9 +23,9 @@ from raydl.config import (
 )
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.methods import METHODS, resolve
 from raydl.core.reports import Outcome
 from raydl.data import Normalizer
+from raydl.methods import METHODS, resolve
 from raydl.ray_backend.actors import CenterActor, ShardActor, WorkerActor
 from raydl.tasks import Classification
 

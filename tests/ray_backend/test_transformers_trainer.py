@@ -237,7 +237,7 @@ def line_trainer(folder, **arguments):
 
 LENGTHS = [
     {"max_steps": 33},
-    {"num_train_epochs": 3},
+    pytest.param({"num_train_epochs": 3}, marks=pytest.mark.slow),
     {"num_train_epochs": 6, "gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"},
 ]
 
@@ -358,6 +358,7 @@ class Tuner:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_the_example_learns_although_one_of_its_two_workers_is_killed_and_replaced(
     cluster, root, tmp_path
 ):

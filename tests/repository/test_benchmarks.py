@@ -40,8 +40,8 @@ from benchmarks.time_to_accuracy import (
 )
 from raydl import models
 from raydl.collective.allreduce import ALGORITHMS, LIBRARY, AllreduceProfiler
-from raydl.core.methods import METHODS
 from raydl.data import Normalizer, load
+from raydl.methods import METHODS
 from raydl.ray_backend.liveness import times_of
 
 
@@ -268,14 +268,16 @@ def test_a_method_outside_the_easgd_and_diloco_families_that_is_first_misses_the
 
 def test_all_methods_get_the_same_rates_but_a_momentum_form_only_those_with_momentum():
     with_momentum = tuple(rate for rate in RATES if rate.momentum)
-    for name, row in METHODS.items():
-        assert rates_of(name) == (with_momentum if row.momentum else RATES)
+    for name, kind in METHODS.items():
+        assert rates_of(name) == (with_momentum if kind.local_step.momentum else RATES)
 
 
 def test_a_method_that_is_not_tuned_is_a_tuned_one_with_momentum():
     def rule_and_strategy(name: str) -> tuple[object, ...]:
-        row = METHODS[name]
-        return row.make_rule, row.strategy, row.period, row.nesterov, row.is_momentum_at_center
+        kind = METHODS[name]
+        family = next(c for c in kind.__mro__ if not c.name)
+        is_nesterov = kind.local_step.nesterov
+        return family, kind.strategy, kind.period, is_nesterov, kind.has_momentum_at_center
 
     tuned = {rule_and_strategy(name) for name in METHODS if name not in SAME_WITH_MOMENTUM}
     assert {rule_and_strategy(name) for name in SAME_WITH_MOMENTUM} <= tuned

@@ -77,6 +77,7 @@ def test_evaluating_a_run_gives_its_final_scores(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
     out = run_job(
         "weak_scaling.py", *TINY, "--workers", 0, "--steps", 60, "--lr", 0.1, "--out", tmp_path
@@ -233,6 +234,7 @@ class TestRealJobs:
         out = head.call(*submit, "jobs/evaluate.py", str(tmp_path / "digits"))
         assert f'"accuracy": {result["center_accuracy"]}' in out
 
+    @pytest.mark.slow
     def test_a_killed_driver_is_resubmitted_ctrl_c_keeps_the_job_and_a_stopped_job_resumes(
         self, head
     ):

@@ -66,6 +66,7 @@ def test_the_first_run_learns_survives_a_loss_and_gives_its_weights_to_pytorch(t
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_the_comparison_has_a_row_for_each_of_three_methods_and_a_chart(tmp_path):
     notebook = run_notebook("compare_methods.ipynb", tmp_path)
     rows = dict(re.findall(r"^(\S+) +([\d.]+)% +[\d.]+ ", printed(notebook), flags=re.M))

@@ -45,6 +45,7 @@ def test_the_wheel_has_the_package_with_its_data_alone(dist):
     assert "Provides-Extra: transformers" in metadata
 
 
+@pytest.mark.slow
 def test_the_package_of_the_wheel_trains_where_no_checkout_is(dist, tmp_path):
     (wheel,) = dist.glob("elastic_raydl-*.whl")
     with zipfile.ZipFile(wheel) as files:
@@ -63,6 +64,7 @@ def test_the_package_of_the_wheel_trains_where_no_checkout_is(dist, tmp_path):
     assert "center test accuracy" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_source_distribution_builds_the_same_package(dist):
     (source,) = dist.glob("elastic_raydl-*.tar.gz")
     (wheel,) = dist.glob("elastic_raydl-*.whl")

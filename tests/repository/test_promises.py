@@ -14,7 +14,7 @@ import raydl
 from raydl.cli import data, options, planning, reporting, runs
 from raydl.cli.commands import COMMANDS
 from raydl.config import TrainConfig
-from raydl.core.methods import METHODS
+from raydl.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
 from raydl.run.versions import DISTRIBUTION, installed_version, requirements
@@ -23,7 +23,7 @@ MAY_IMPORT_RAY = re.compile(
     r"ray_backend/.*|collective/ray_collective\.py|parameter_server/ray_transport\.py"
 )
 STANDARD_LIBRARY_ALONE = (
-    "redaction", "errors", "text", "config", "elastic/failures", "ray_backend/session",
+    "text", "errors", "config", "elastic/failures", "ray_backend/session",
     "ray_backend/setup_worker", "launch/spot_notice", "run/versions",
 )  # fmt: skip
 ARITHMETIC = (

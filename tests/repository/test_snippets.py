@@ -20,17 +20,20 @@ pytestmark = [
 PAGES = [
     "README.md",
     "docs/algorithms.md",
-    "docs/attach.md",
-    "docs/collective.md",
     "docs/data.md",
-    "docs/lightning.md",
     "docs/models.md",
     "docs/python.md",
     "docs/tasks.md",
     "docs/training.md",
+]
+LONG_PAGES = [
+    "docs/attach.md",
+    "docs/collective.md",
+    "docs/lightning.md",
     "docs/transformers.md",
     "docs/tune.md",
 ]
+"""Pages whose snippets import large libraries or start several clusters."""
 
 RESULTS = {"docs/attach.md": lambda names: 0 < names["saved"]["loss"] < 0.1}
 """Checks after the snippets of a page; here the replicas under Ray Train have learned."""
@@ -54,7 +57,9 @@ def fit_here(self, fit):
     return fit(self)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(pytest.param(page, marks=pytest.mark.slow) for page in LONG_PAGES)]
+)
 def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
     # Runs without a number of workers train in this process, and those without a length take two
     # epochs, which is faster.
@@ -70,4 +75,6 @@ def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
 
 def test_every_page_with_python_is_tested(root):
     pages = ["README.md", *sorted(f"docs/{page.name}" for page in (root / "docs").glob("*.md"))]
-    assert [p for p in pages if "```python" in (root / p).read_text()] == PAGES
+    assert [p for p in pages if "```python" in (root / p).read_text()] == sorted(
+        [*PAGES, *LONG_PAGES]
+    )

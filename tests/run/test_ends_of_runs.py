@@ -112,6 +112,30 @@ def test_a_last_file_that_can_not_be_written_does_not_prevent_the_other(
     assert store.written == written
 
 
+def test_weights_that_could_not_be_written_for_a_minute_are_not_waited_for_again(fast_retries):
+    tries = []
+
+    class Noting(FailingStore):
+        newest_round = 7  # the checkpoint is written
+
+        def read_center(self):
+            return {}, self.newest_round
+
+        def write_trained(self, center, round):
+            tries.append(time.monotonic())
+            super().write_trained(center, round)
+
+    store = Noting(center=10**9)
+    recorder, _ = make(store)
+    recorder.checkpoint(last_checkpoint(7))
+    recorder.checkpoints.finish()
+    with pytest.raises(CheckpointError, match="runs/x/center"):
+        recorder.close()
+    assert store.written == ["checkpoint"]
+    late = [when for when in tries if when > tries[0] + 0.5]
+    assert 1 <= len(late) < 5  # one to end the time, one more by finish()
+
+
 class Fills(raydl.Callback):
     """A callback that fills a disk at the first score."""
 

@@ -13,8 +13,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from raydl import cli
 from raydl.cli.comparing import parse_own
 from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
-from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
+from raydl.methods import METHODS
 from raydl.metrics import COMPARED, TIME_PARTS
 from raydl.run.lock import held
 from raydl.storage import Storage

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from raydl import cli
 from raydl.collective.allreduce import AdaptiveAllreduce, ProcessGroupLink, Reducer, measure_network
 from raydl.core.cost_model import FLAT, choose, predict_s
-from raydl.core.methods import METHODS
-from raydl.core.rules import Elastic
 from raydl.errors import ConfigError, UnknownNameError
+from raydl.methods import METHODS
+from raydl.methods.easgd import Elastic
 from raydl.models import MODELS
 from raydl.tools.plan import (
     NETWORKS,

@@ -36,6 +36,7 @@ MOST_EPOCHS = 40
 
 @pytest.mark.cluster
 @pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.slow
 def test_a_scheduler_ends_weak_trials_whose_workers_are_lost_and_replaced(
     cluster, four_cpus, tmp_path
 ):

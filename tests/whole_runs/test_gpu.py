@@ -21,8 +21,8 @@ from raydl.config import (
 )
 from raydl.core.center import first_snapshot
 from raydl.core.flat import FlatModel
-from raydl.core.methods import METHODS
 from raydl.core.reports import Outcome
+from raydl.methods import METHODS
 
 pytestmark = pytest.mark.gpu
 

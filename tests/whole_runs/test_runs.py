@@ -185,6 +185,7 @@ def test_a_run_with_its_own_cluster_starts_no_program_that_it_does_not_need(whol
     assert all(own in line for line in raylets), "Ray's program imports Ray for each worker"
 
 
+@pytest.mark.slow
 def test_the_curves_of_a_run_rise_evenly_over_time(whole):
     """Workers make several records between two polls of the driver, and send them together."""
     curve = read_run(str(whole.path)).curve("train/epoch")

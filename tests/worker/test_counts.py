@@ -26,11 +26,13 @@ from raydl.core.exchange import StepPlan
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Elastic, MeanGradient, Rule, Sends, Tally
+from raydl.core.rules import Rule, Sends, Tally
 from raydl.data import Batches
 from raydl.data.samples import DataShape, as_they_are, num_samples_of, part_of
 from raydl.data.table import TableSet
 from raydl.errors import ConfigError, ShapeError
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.easgd import Elastic
 from raydl.metrics import TimeParts
 from raydl.tasks import Counter, MetricSums, ModelAndLoss, evaluate, metrics_of, shape_for
 from raydl.worker.evaluator import Evaluator, Scorer

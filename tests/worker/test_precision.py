@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from raydl.config import OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.core.rules import Elastic, MeanGradient
 from raydl.data.samples import DataShape
+from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.easgd import Elastic
 from raydl.tasks import Classification, LanguageModel, task_for, task_on
 from raydl.worker.evaluator import Evaluator
 

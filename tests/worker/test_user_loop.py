@@ -21,9 +21,10 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.core.rules import Elastic, Rule, Sends
+from raydl.core.rules import Rule, Sends
 from raydl.elastic.rendezvous import RendezvousServer
 from raydl.errors import AttachError, ConfigError, RaydlError
+from raydl.methods.easgd import Elastic
 from raydl.tasks import Classification
 from raydl.worker.user_loop import job_of, terms_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.metrics.tags import COMPARED, OF_COMPARISON
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 from raydl.tools.comparison.figures import Run
 
 _FIGURES = {"compare/accuracy": "center_accuracy"}

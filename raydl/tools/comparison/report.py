@@ -15,9 +15,9 @@ from rich.table import Table
 
 from raydl.metrics import TIME_PARTS
 from raydl.metrics.charts import Chart, Line, bars_in_file, lines_in_file, styles_of_methods
-from raydl.redaction import redact
 from raydl.run.versions import installed_version
-from raydl.text import markdown_table
+from raydl.text.formatting import markdown_table
+from raydl.text.redaction import redact
 from raydl.tools.comparison.figures import COLUMNS, Row, Run, Spread
 from raydl.tools.comparison.settings import Comparison
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from raydl.config import InputConfig, TrainConfig, to_dict
 from raydl.config.run import RUNS
 from raydl.errors import STOPPED, ConfigError, RaydlError
-from raydl.redaction import redact, redact_values
 from raydl.run.lock import is_locked
 from raydl.storage import Storage
+from raydl.text.redaction import redact, redact_values
 from raydl.tools.comparison.figures import Run, make_rows
 from raydl.tools.comparison.hparams import write_hparams
 from raydl.tools.comparison.report import describe, draw, machine, markdown, print_table, sentence

@@ -53,7 +53,7 @@ def method_names(text: str) -> list[str]:
     Raises:
         ConfigError: if the text contains no name.
     """
-    from raydl.core.methods import METHODS  # imports torch
+    from raydl.methods import METHODS  # imports torch
 
     if text.strip() == "all":
         return list(METHODS)
@@ -69,7 +69,7 @@ def plan(comparison: Comparison, out: Path) -> list[Run]:
     Raises:
         ConfigError: if a method is unknown, or settings contradict each other for a method.
     """
-    from raydl.core.methods import filled_in, resolve
+    from raydl.methods import filled_in, resolve
 
     training = comparison.base.training
     if all(getattr(training, end) is None for end in _ENDS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from raydl.redaction import redact
+from raydl.text.redaction import redact
 
 
 class Html(str):

@@ -8,7 +8,7 @@ from raydl.checkpoint.manifest import Manifest
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.charts import bar_in_page, words
 from raydl.metrics.tags import STACK
-from raydl.text import clock_text
+from raydl.text.formatting import clock_text
 from raydl.tools.report.curves import charts_of_workers, worker_ids
 from raydl.tools.report.facts import RunFacts, number, plain
 from raydl.tools.report.html import Html, element, folded, swatch, table

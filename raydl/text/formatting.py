@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from raydl.config import dotted
 
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing them, except the line feed."""
@@ -64,7 +61,7 @@ def _markdown_row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(safe)} |"
 
 
-def config_as_markdown(config: Mapping[str, Any]) -> str:
-    """Return nested settings as a Markdown table of dotted names and values."""
-    rows = ((f"`{name}`", value) for name, value in dotted(config).items())
+def settings_table(settings: Mapping[str, object]) -> str:
+    """Return settings by their dotted names as a Markdown table."""
+    rows = ((f"`{name}`", value) for name, value in settings.items())
     return markdown_table(("setting", "value"), rows)

@@ -1,0 +1,29 @@
+"""The methods by name."""
+
+from __future__ import annotations
+
+from raydl.core.rules import Rule
+from raydl.methods.data_parallel import SyncMSGD, SyncSGD
+from raydl.methods.diloco import AsyncDiLoCo, DiLoCo
+from raydl.methods.easgd import (
+    EAMSGD,
+    AsyncEASGD,
+    AsyncMEASGD,
+    HogwildEASGD,
+    HogwildMEASGD,
+    OriginalEASGD,
+    SyncEASGD,
+    SyncMEASGD,
+)
+from raydl.methods.local_sgd import LocalSGD
+from raydl.methods.master_sgd import AsyncMSGD, AsyncSGD, HogwildMSGD, HogwildSGD
+
+METHODS: dict[str, type[Rule]] = {
+    kind.name: kind
+    for kind in (
+        OriginalEASGD, AsyncSGD, AsyncMSGD, HogwildSGD, HogwildMSGD, AsyncEASGD, AsyncMEASGD,
+        EAMSGD, HogwildEASGD, HogwildMEASGD, SyncEASGD, SyncMEASGD, SyncSGD, SyncMSGD, LocalSGD,
+        DiLoCo, AsyncDiLoCo,
+    )
+}  # fmt: skip
+"""Every named method. Those of SC17 (arXiv 1708.02983) have their names there."""

@@ -1,0 +1,1 @@
+"""What people read: ``redaction`` removes credentials, ``formatting`` writes times and tables."""
