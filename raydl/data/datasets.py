@@ -218,7 +218,7 @@ def _arrays_of(part: Part) -> dict[str, np.ndarray]:
         for name, array in values.items():
             if not start:
                 whole[name] = np.empty((part.num_rows, *array.shape[1:]), array.dtype)
-            whole[name][rows] = array
+            whole[name][start : start + len(rows)] = array
     return whole
 
 

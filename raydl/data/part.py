@@ -165,7 +165,7 @@ class Part:
             DataError: if a piece cannot be read.
         """
         numbers, within = self._locate(rows)
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):
             places = np.flatnonzero(numbers == number)
             columns = self.pieces[number].read(within[places], list(self.columns.values()))
             yield places, self.ready(number, columns)
@@ -189,7 +189,7 @@ class Part:
                     continue
                 # In a table -1 or -100 may stand for no class: the loss of a user's task knows.
                 is_label = self.has_images or name == self.target
-                checked = feature if is_label else replace(feature, names=())
+                checked = feature if is_label or not feature.names else replace(feature, names=())
                 values, problems = convert(columns[stored], checked)
             except ValueError as error:
                 raise DataError(self.pieces[number].name, f"column {stored!r} {error}") from error
@@ -402,7 +402,7 @@ class Streamed:
                 yield places, ready, np.arange(len(places))
             return
         numbers, within = self._groups.locate(rows)
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):
             places = np.flatnonzero(numbers == number)
             try:
                 ready = self._groups.get(number)
