@@ -205,6 +205,7 @@ def recorder(accuracy):
     return SimpleNamespace(
         last=SimpleNamespace(progress=progress),
         center_accuracy=accuracy,
+        center_loss=accuracy,
         seconds=11.0,
         checkpoint_at=1_000.0,
     )
@@ -243,7 +244,7 @@ def test_no_accuracy_is_none_and_the_status_is_plain_json(accuracy):
     run_view = view()
     run_view.follow_recorder(recorder(accuracy), EventLog(Silent()))
     status = run_view.status()
-    assert status.center_accuracy is None
+    assert (status.center_accuracy, status.center_loss) == (None, None)
     assert json.dumps(asdict(status), allow_nan=False)
 
 
