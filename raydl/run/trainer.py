@@ -399,9 +399,8 @@ class Trainer:
         self.config = replace(self.config, run=replace(self.config.run, resume=True))
         again = self._start_from(start.folder, start.flat, job.order, schema, job.method, unfrozen)
         if new := again.flat.unfrozen[len(start.flat.unfrozen) :]:
-            others = f" and {len(new) - 1} more" if len(new) > 1 else ""
             again.sentences[-1] = (
-                f"the model has unfrozen {new[0]}{others}: trained from now on, from round "
+                f"the model has unfrozen {_first_of(new)}: trained from now on, from round "
                 f"{again.snapshot.progress.round}"
             )
         return again
@@ -497,6 +496,11 @@ class Trainer:
             run_to_end(
                 controller, recorder, control_channel, view, config=config, epoch=start.folder.epoch
             )
+            if controller.unfrozen and not controller.restarts:
+                recorder.event(
+                    f"the model has unfrozen {_first_of(controller.unfrozen)}, but the run ended "
+                    f"before it could train them; with more epochs, --resume does"
+                )
             recorder.conclude()
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
@@ -611,6 +615,11 @@ def _as_task(
     if hasattr(task, "build_model"):
         raise ConfigError("loss", "is for a function that builds a model; this task has its own")
     return ModelAndLoss(task, loss, count=count)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first name, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _settings(name: str, given: _Settings | None, kind: type[_Settings]) -> _Settings:

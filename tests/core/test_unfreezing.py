@@ -1,6 +1,7 @@
 """A layer that the model unfreezes during a run is trained from then on."""
 
 import dataclasses
+import functools
 import logging
 import re
 
@@ -334,10 +335,20 @@ def test_workers_in_processes_train_what_they_unfreeze(cluster, method, tmp_path
     config = MethodConfig(name=method, period=2)
     best = raydl.CheckpointConfig(keep_best=True)
     task = Classification(Late)
-    result = trainer(task, folder, config, workers=2, epochs=8, checkpoint=best).fit()
+    result = trainer(task, folder, config, workers=2, epochs=24, checkpoint=best).fit()
     assert len(unfrozen_at(events)) == 1
     num_samples = raydl.data.load("digits").train.num_samples
-    assert result.metrics["samples"] == 8 * num_samples
+    assert result.metrics["samples"] == 24 * num_samples
     assert moved(folder, "first")
     assert not result.metrics["stopped_by"]
     Late((1, 8, 8), 10).load_state_dict(load_file(folder / "best.safetensors"))
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_what_is_unfrozen_in_the_last_step_is_said_if_it_is_not_trained(method, tmp_path, events):
+    steps = -(-raydl.data.load("digits").train.num_samples // 64)
+    task = Classification(functools.partial(Late, frozen_calls=steps - 1))
+    trainer(task, tmp_path / "run", MethodConfig(name=method, period=2), epochs=1).fit()
+    assert not moved(tmp_path / "run", "first")
+    sentence = "the model has unfrozen first.bias and 1 more, but the run ended before"
+    assert any(sentence in event for event in events) or unfrozen_at(events)
