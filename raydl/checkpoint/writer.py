@@ -238,7 +238,7 @@ class CheckpointWriter:
                         f"completes the run",
                     ) from error
                 if is_first:
-                    self._failures.append(f"{error}; retrying for {_RETRY_S:.0f} s")
+                    self._failures.append(f"{error}; retrying for {retry_s:.0f} s")
                 is_first = False
             self._is_aborted.wait(_RETRY_EVERY_S)
 

@@ -2,7 +2,7 @@
 
 The size of a message depends on the number of values alone; its byte order is the machine's. Equal
 values give equal bytes. Non-finite values stay non-finite, so that a diverged run is noticed. A
-codec keeps no state: what it leaves out is the business of ``raydl.core.compression``.
+codec keeps no state; error feedback is in ``raydl.core.compression``.
 
 Sources: Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019, arXiv 1901.09847 (signs with one
 scale); Aji & Heafield 2017, arXiv 1704.05021, and Stich et al. 2018, arXiv 1809.07599 (top-k);

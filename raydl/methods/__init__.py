@@ -1,7 +1,7 @@
 """The methods: a file for each family, with its equations, symbols, sources and defaults.
 
-``names`` lists them. ``resolve`` makes the method of a run from its settings; ``conflicts`` has
-what does not fit together. ``custom_rule`` and ``custom_codec`` try what a user has written.
+``names`` lists them. ``resolve`` makes the method of a run from its settings; ``conflicts``
+lists settings that exclude each other. ``custom_rule`` and ``custom_codec`` try the user's classes.
 """
 
 from raydl.methods.names import METHODS

@@ -27,7 +27,7 @@ class Choice:
 
     def __init__(self, config: TrainConfig, method: Method) -> None:
         self.config, self.method = config, method
-        self.set: MethodConfig = config.method
+        self.settings: MethodConfig = config.method
         self.exchange: ExchangeConfig = config.exchange
         self.scaling: ScalingConfig = config.scaling
         self.inner: OptimizerConfig = method.inner
@@ -36,8 +36,8 @@ class Choice:
         """Whether the user's optimizer steps at the center."""
         self.sends_weights = method.rule.sends is Sends.WEIGHTS
         self.has_rounds = method.is_sync and method.has_local_steps
-        self.is_elastic = isinstance(method.rule, Elastic)
         rule = method.rule
+        self.is_elastic = isinstance(rule, Elastic)
         self.beta = rule.beta if isinstance(rule, Elastic) else config.method.beta
         """The beta of the rule, which may be a user's own instance."""
         self.fewest = max(1, config.scaling.min_workers)
@@ -49,7 +49,7 @@ class Choice:
     def uneven_count(self) -> int:
         """The number of workers that groups do not divide, or 0."""
         counts = (self.fewest, max(1, self.scaling.max_workers))
-        return next((count for count in counts if count % self.set.group_size), 0)
+        return next((count for count in counts if count % self.settings.group_size), 0)
 
 
 @dataclass(frozen=True)
@@ -202,23 +202,23 @@ CONFLICTS = (
     # who shares a replica, and how far it is trusted
     Conflict(
         "method.dynamic_weights",
-        lambda x: x.set.dynamic_weights and x.set.group_size > 1,
-        "needs method.group_size 1, got {x.set.group_size}",
+        lambda x: x.settings.dynamic_weights and x.settings.group_size > 1,
+        "needs method.group_size 1, got {x.settings.group_size}",
     ),
     Conflict(
         "method.dynamic_weights",
-        lambda x: x.set.dynamic_weights and not x.sends_weights,
+        lambda x: x.settings.dynamic_weights and not x.sends_weights,
         "has no meaning for {x.method.name}: its replicas are copies of the center",
     ),
     Conflict(
         "method.group_size",
-        lambda x: x.set.group_size > 1 and not x.has_rounds,
+        lambda x: x.settings.group_size > 1 and not x.has_rounds,
         "is for sync methods with local steps, not for {x.method.name}",
     ),
     Conflict(
         "method.group_size",
         lambda x: x.uneven_count > 0,
-        "must divide scaling.num_workers, got {x.set.group_size} and {x.uneven_count}",
+        "must divide scaling.num_workers, got {x.settings.group_size} and {x.uneven_count}",
     ),
     # the period that the workers choose, and steps by speed
     Conflict(
@@ -228,7 +228,7 @@ CONFLICTS = (
     ),
     Conflict(
         "method.period",
-        lambda x: x.method.finds_tuning and x.set.group_size > 1,
+        lambda x: x.method.finds_tuning and x.settings.group_size > 1,
         "cannot be auto with method.group_size; give a number",
     ),
     Conflict(
@@ -238,28 +238,28 @@ CONFLICTS = (
     ),
     Conflict(
         "method.steps_by_speed",
-        lambda x: x.set.steps_by_speed and not x.method.is_sync,
+        lambda x: x.settings.steps_by_speed and not x.method.is_sync,
         "is for sync methods, not for {x.method.name}",
     ),
     Conflict(
         "method.steps_by_speed",
-        lambda x: x.set.steps_by_speed and x.method.finds_tuning,
+        lambda x: x.settings.steps_by_speed and x.method.finds_tuning,
         "cannot be set with method.period auto; give a number",
     ),
     Conflict(
         "method.steps_by_speed",
-        lambda x: x.set.steps_by_speed and x.method.period == 1,
+        lambda x: x.settings.steps_by_speed and x.method.period == 1,
         "needs several local steps in a round, but the period of {x.method.name} is 1; raise "
         "method.period",
     ),
     Conflict(
         "method.steps_by_speed",
-        lambda x: x.set.steps_by_speed and x.set.group_size > 1,
+        lambda x: x.settings.steps_by_speed and x.settings.group_size > 1,
         "cannot be set with method.group_size: the workers of a group step together",
     ),
     Conflict(
         "method.steps_by_speed",
-        lambda x: x.set.steps_by_speed and x.is_deterministic,
+        lambda x: x.settings.steps_by_speed and x.is_deterministic,
         "cannot be set with training.deterministic: it depends on measured times",
     ),
     # the same bits in each run

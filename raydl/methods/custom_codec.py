@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raydl.core.codecs import parse_codec
 from raydl.errors import ConfigError
+from raydl.methods.custom_rule import trial_values
 
 _LENGTHS = (1, 7, 64, 5000)
 
@@ -34,7 +35,7 @@ def try_codec(text: str) -> None:
                 "exchange.compression", f"{text} has no {method}() (docs/algorithms.md)"
             )
     for length in _LENGTHS:
-        if problem := _problem_of(codec, parse_codec(text), _values(length)):
+        if problem := _problem_of(codec, parse_codec(text), trial_values(length)):
             raise ConfigError(
                 "exchange.compression", f"{text}, tried on {length} values: {problem}"
             )
@@ -65,9 +66,3 @@ def _problem_of(codec: Any, other: Any, values: Tensor) -> str:
     if float((decoded[0] - values).norm()) > float(values.norm()) * (1 + 1e-6):
         return "it leaves out more than there is, so what error feedback keeps would grow"
     return ""
-
-
-def _values(length: int) -> Tensor:
-    """Return positive and negative numbers of several magnitudes, always the same."""
-    generator = torch.Generator().manual_seed(length)
-    return torch.randn(length, generator=generator).mul_(torch.rand(length, generator=generator))

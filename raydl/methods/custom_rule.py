@@ -120,11 +120,11 @@ def try_rule(rule: Rule, num_parameters: int, *, device: torch.device = _CPU) ->
         Exception: any exception of the rule's own code.
     """
     try:
-        _try(rule, _values(6, device), least_updates=_NUM_UPDATES)
+        _try(rule, trial_values(6, device), least_updates=_NUM_UPDATES)
     except ConfigError:
         raise
     except Exception:  # perhaps it holds tensors of the exchange's size
-        _try(rule, _values(num_parameters, device), least_updates=2)
+        _try(rule, trial_values(num_parameters, device), least_updates=2)
 
 
 def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
@@ -221,7 +221,7 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
     )
 
 
-def _values(size: int, device: torch.device) -> Tensor:
+def trial_values(size: int, device: torch.device = _CPU) -> Tensor:
     """Return positive and negative numbers, always the same, shape [size]."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(size, generator=generator).to(device)

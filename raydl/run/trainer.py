@@ -499,7 +499,7 @@ class Trainer:
             if controller.unfrozen and not controller.restarts:
                 recorder.event(
                     f"the model has unfrozen {_first_of(controller.unfrozen)}, but the run ended "
-                    f"before it could train them; with more epochs, --resume does"
+                    f"before it could train them; --resume with more epochs trains them"
                 )
             recorder.conclude()
             if controller.outcome is Outcome.FINISHED:

@@ -1,1 +1,1 @@
-"""What people read: ``redaction`` removes credentials, ``formatting`` writes times and tables."""
+"""Text for people: ``redaction`` removes credentials, ``formatting`` writes times and tables."""

@@ -1,9 +1,7 @@
 """Data larger than memory: what a process holds does not grow with the rows."""
 
-import io
 import json
 import multiprocessing
-import tarfile
 import threading
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from image_sets import IMAGE
+from layouts import write_saved, write_tar
 
 from raydl.config import InputConfig
 from raydl.data import load
@@ -47,13 +46,8 @@ def write_parquet(folder, part, count):
     pq.write_table(image_table(count), folder / f"{part}.parquet", row_group_size=GROUP)
 
 
-def write_saved(folder, part, count):
-    table, name = image_table(count), "data.arrow"
-    (folder / part).mkdir()
-    with pa.ipc.new_stream(folder / part / name, table.schema) as stream:
-        stream.write_table(table, max_chunksize=GROUP)
-    (folder / part / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    (folder / part / "dataset_info.json").write_text("{}")
+def write_saved_part(folder, part, count):
+    write_saved(folder, image_table(count), [part], rows_per_batch=GROUP)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
 
 
@@ -64,13 +58,14 @@ def write_folders(folder, part, count):
         place.write_bytes(image)
 
 
-def write_tar(folder, part, count):
-    with tarfile.open(folder / f"{part}.tar", "w") as tar:
-        for number, (image, label) in enumerate(zip(images(count), labels(count), strict=True)):
-            for ending, content in (("ppm", image), ("cls", label.encode())):
-                info = tarfile.TarInfo(f"{number:06}.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+def write_tar_part(folder, part, count):
+    samples = enumerate(zip(images(count), labels(count), strict=True))
+    files = (
+        (f"{number:06}.{ending}", content)
+        for number, (image, label) in samples
+        for ending, content in (("ppm", image), ("cls", label.encode()))
+    )
+    write_tar(folder / f"{part}.tar", files)
 
 
 def numbers(count):
@@ -95,9 +90,9 @@ def write_tokens(folder, part, count):
 
 FORMATS = {
     "parquet": write_parquet,
-    "saved": write_saved,
+    "saved": write_saved_part,
     "class folders": write_folders,
-    "tar": write_tar,
+    "tar": write_tar_part,
     "csv": write_csv,
     "json lines": write_json_lines,
     "tokens": write_tokens,

@@ -3,12 +3,12 @@
 import csv
 import json
 import pickle
-import struct
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from layouts import write_megatron, write_saved
 
 from raydl.config import InputConfig
 from raydl.data import load
@@ -29,18 +29,6 @@ def write_parquet(folder, rows):
         pq.write_table(pa.table(rows), folder / f"{part}.parquet", row_group_size=7)
 
 
-def write_saved(folder, rows):
-    table = pa.table(rows)
-    for part in PARTS:
-        (folder / part).mkdir()
-        with pa.ipc.new_stream(folder / part / "data.arrow", table.schema) as stream:
-            stream.write_table(table, max_chunksize=7)
-        state = {"_data_files": [{"filename": "data.arrow"}]}
-        (folder / part / "state.json").write_text(json.dumps(state))
-        (folder / part / "dataset_info.json").write_text("{}")
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": PARTS}))
-
-
 def write_separated(folder, rows, delimiter, ending):
     for part in PARTS:
         with (folder / f"{part}{ending}").open("w", newline="") as file:
@@ -57,7 +45,7 @@ def write_json_lines(folder, rows):
 
 TABLES = {
     "parquet": write_parquet,
-    "saved": write_saved,
+    "saved": lambda folder, rows: write_saved(folder, pa.table(rows), PARTS, rows_per_batch=7),
     "csv": lambda folder, rows: write_separated(folder, rows, ",", ".csv"),
     "tsv": lambda folder, rows: write_separated(folder, rows, "\t", ".tsv"),
     "json lines": write_json_lines,
@@ -143,18 +131,10 @@ def write_several(folder):
         np.save(folder / f"part-{number}.npy", piece.astype(np.int32))
 
 
-def write_megatron(folder):
-    sizes = np.array([len(piece) for piece in PIECES], np.int32)
-    starts = np.array([0, 4 * sizes[0]], np.int64)
-    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 2, 3) + sizes.tobytes() + starts.tobytes()
-    (folder / "all.idx").write_bytes(index + np.arange(3, dtype=np.int64).tobytes())
-    (folder / "all.bin").write_bytes(TOKENS.astype(np.int32).tobytes())
-
-
 SEQUENCES = {
     "nanogpt": lambda folder: TOKENS.astype(np.uint16).tofile(folder / "train.bin"),
     "llm.c": write_llm_c,
-    "megatron": write_megatron,
+    "megatron": lambda folder: write_megatron(folder / "all", PIECES),
     "npy": lambda folder: np.save(folder / "tokens.npy", TOKENS),
     "several npy": write_several,
 }

@@ -8,6 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 from ensembles import rows_trained
+from layouts import write_tar
 from PIL import Image
 from torch import nn
 
@@ -23,15 +24,6 @@ def encoded(number, form="PNG"):
     file = io.BytesIO()
     Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(file, form)
     return file.getvalue()
-
-
-def write_tar(path, files):
-    """Write pairs (name, content) as WebDataset's ``TarWriter`` does, with tarfile."""
-    with tarfile.open(path, "w") as tar:
-        for name, content in files:
-            info = tarfile.TarInfo(name)
-            info.size, info.mode, info.uname, info.gname = len(content), 0o444, "big", "data"
-            tar.addfile(info, io.BytesIO(content))
 
 
 def samples(numbers, num_classes=3):

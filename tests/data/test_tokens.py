@@ -3,12 +3,12 @@
 import json
 import os
 import pickle
-import struct
 import tracemalloc
 
 import numpy as np
 import pytest
 from ensembles import rows_trained
+from layouts import write_megatron
 from torch import nn
 
 from raydl import cli
@@ -35,22 +35,6 @@ def in_fours(tokens):
 
 
 TOKENS = (np.arange(200) * 7 % 90 + 300).astype(np.uint16)
-
-
-def write_megatron(path, documents, dtype=np.int32, code=4):
-    """Write NAME.bin and NAME.idx as Megatron's ``IndexedDatasetBuilder`` does."""
-    lengths = np.array([len(document) for document in documents], np.int32)
-    starts = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
-    path.with_suffix(".bin").write_bytes(
-        b"".join(document.astype(dtype).tobytes() for document in documents)
-    )
-    path.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
-        + lengths.tobytes()
-        + starts.astype(np.int64).tobytes()
-        + np.arange(len(documents) + 1, dtype=np.int64).tobytes()
-    )
 
 
 # formats

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from image_files import make_pictures
 from image_sets import ALL, LABELS, PIXELS, made, table
+from layouts import write_megatron
 from PIL import Image
 
 from raydl.config import InputConfig
@@ -44,16 +45,6 @@ def _cifar(folder):
     rows = np.concatenate([np.arange(_FEW)[:, None] % 10, pixels], 1).astype(np.uint8)
     for name in ("data_batch_1.bin", "test_batch.bin"):
         (folder / name).write_bytes(rows.tobytes())
-
-
-def _megatron(folder):
-    lengths = np.array([70, 130], np.int32)
-    starts = np.array([0, 140], np.int64)
-    (folder / "a.bin").write_bytes(_TOKENS.tobytes())
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
-    documents = np.arange(3, dtype=np.int64)
-    index = head + lengths.tobytes() + starts.tobytes() + documents.tobytes()
-    (folder / "a.idx").write_bytes(index)
 
 
 def _csv(folder):
@@ -111,7 +102,9 @@ CONTAINERS: dict[str, Callable[[Path], object]] = {
     "json lines": _json_lines,
     "nanogpt": lambda folder: _TOKENS.tofile(folder / "train.bin"),
     "npy": lambda folder: np.save(folder / "train.npy", _TOKENS),
-    "megatron": _megatron,
+    "megatron": lambda folder: write_megatron(
+        folder / "a", [_TOKENS[:70], _TOKENS[70:]], np.uint16, 8
+    ),
     "table": lambda folder: pq.write_table(
         table([b""] * 24).select(["label"]), folder / "a.parquet"
     ),

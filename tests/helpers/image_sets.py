@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
-import tarfile
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from image_files import make_pictures, png_of
+from layouts import write_saved, write_tar
 
 from raydl.data.schema import hub_metadata
 
@@ -50,16 +47,7 @@ def texts(folder, images):
 
 
 def saved(folder, images):
-    whole = table(images)
-    for part in ("train", "test"):
-        (folder / part).mkdir()
-        name = "data-00000-of-00001.arrow"
-        with pa.ipc.new_stream(folder / part / name, whole.schema) as stream:
-            stream.write_table(whole, max_chunksize=7)
-        state = {"_data_files": [{"filename": name}]}
-        (folder / part / "state.json").write_text(json.dumps(state))
-        (folder / part / "dataset_info.json").write_text("{}")
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    write_saved(folder, table(images), ("train", "test"), rows_per_batch=7)
 
 
 def folders(folder, images):
@@ -81,13 +69,14 @@ def only_paths(folder, images):
 
 
 def tar(folder, images):
+    samples = enumerate(zip(images, LABELS, strict=True))
+    files = [
+        (f"{number:03}.{ending}", content)
+        for number, (image, label) in samples
+        for ending, content in (("png", image), ("cls", str(label).encode()))
+    ]
     for part in ("train", "val"):
-        with tarfile.open(folder / f"{part}-000000.tar", "w") as file:
-            for number, (image, label) in enumerate(zip(images, LABELS, strict=True)):
-                for ending, content in (("png", image), ("cls", str(label).encode())):
-                    info = tarfile.TarInfo(f"{number:03}.{ending}")
-                    info.size = len(content)
-                    file.addfile(info, io.BytesIO(content))
+        write_tar(folder / f"{part}-000000.tar", files)
 
 
 def arrays(folder, images):
