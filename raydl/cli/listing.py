@@ -29,13 +29,15 @@ def list_methods(arguments: Sequence[str]) -> int:
             kind.name,
             kind.strategy,
             str(kind.period),
+            kind.local_step.optimizer,
             f"{kind.local_step.lr:g}",
             f"{kind.local_step.momentum:g}",
             kind.sentence(),
         )
         for kind in METHODS.values()
     ]
-    print_table(("method", "strategy", "period", "lr", "momentum", "description"), rows)
+    headings = ("method", "strategy", "period", "optimizer", "lr", "momentum", "description")
+    print_table(headings, rows)
     print("\none with its equation: raydl methods NAME; your own: --method module:Class")
     return 0
 
@@ -46,6 +48,7 @@ def _description(kind: type[Rule]) -> str:
     equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
     step = kind.local_step
     defaults = [f"--method.period {kind.period}", f"--lr {step.lr:g}"]
+    defaults += [f"--optimizer {step.optimizer}"] if step.optimizer != "sgd" else []
     defaults += [f"--momentum {step.momentum:g}"] if step.momentum else []
     defaults += ["--optimizer.nesterov"] if step.nesterov else []
     if kind.outer is not None:

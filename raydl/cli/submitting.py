@@ -137,7 +137,7 @@ def _check(config: TrainConfig, working_dir: str) -> None:
     if ":" not in config.model and config.model != "auto":  # else it is of the cluster, or the data
         Classification(config.model)
     names = config.method.name, config.optimizer.name, config.optimizer.lr_schedule
-    if not any(":" in name for name in names):
+    if not any(":" in name for name in names if name):
         resolve(config)
     faults = config.run.fault_plan and Path(working_dir, config.run.fault_plan)
     if faults and faults.exists():

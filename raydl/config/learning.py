@@ -148,15 +148,16 @@ class ParamGroup:
 class OptimizerConfig:
     """Optimizer of a replica's local steps (for the SGD methods: of the center)."""
 
-    name: str = field(default="sgd", metadata={"flag": "optimizer"})
-    """An optimizer of torch.optim in lower case (sgd, adamw, rmsprop, ...), or your own
-    module:function."""
+    name: str | None = field(default=None, metadata={"flag": "optimizer"})
+    """An optimizer of torch.optim in lower case (sgd, adamw, rmsprop, ...), muon for hidden
+    matrices with adamw for the rest, or your own module:function; unset: the method's default
+    (sgd, but muon for muloco)."""
     options: str = ""
     """Further settings of the optimizer, NAME=VALUE separated by commas:
     betas=(0.9,0.95),eps=1e-8."""
     lr: float | None = field(default=None, metadata={"flag": "lr"})
-    """Peak learning rate (eta); unset: for sgd the method's default (`raydl methods` lists it), for
-    others the optimizer's default."""
+    """Peak learning rate (eta); unset: for the method's own optimizer its default (`raydl methods`
+    lists it), for others the optimizer's default."""
     lr_schedule: str = field(default="cosine", metadata={"flag": "lr-schedule"})
     """Learning-rate schedule: cosine or linear (both decay to 0), constant, step (multiplied by
     gamma at each milestone), wsd (stays constant, then falls linearly to 0 in the last part),

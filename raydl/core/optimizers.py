@@ -6,7 +6,8 @@ The tensors that an optimizer holds depend on what its step depends on:
   a span of the center. With parameter groups, or if only matrices decay, they hold views of it,
   one for each run of consecutive parameters with the same settings.
 - All others (Adafactor, Muon, any unknown one) depend on the shape of a parameter. They hold the
-  model's own parameters, which are views of the flat tensor, as their gradients are.
+  model's own parameters, which are views of the flat tensor, as their gradients are. ``muon`` is
+  ``raydl.core.muon.Muon``, with a part for the parameters that are no hidden matrices.
 
 A parameter that the loss of a step does not reach has no gradient, and torch skips it and its
 state. A flat tensor cannot skip a part. So at the first such step an elementwise optimizer is
@@ -25,7 +26,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,9 +37,10 @@ from torch.optim import LBFGS, Optimizer
 from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
 from raydl.core.flat import FlatModel
+from raydl.core.muon import Muon, hidden_matrices
 from raydl.core.non_trainable import plain
-from raydl.core.rules import lr_factor
-from raydl.core.sharing import trained_parameters
+from raydl.core.rules import LocalStep, lr_factor
+from raydl.core.sharing import memory_of, trained_parameters
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
 
@@ -57,6 +59,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     if name.lower() not in _REFUSED
 }
 """The supported optimizers of torch.optim, by name in lower case."""
+_HAS_MUON = "muon" in OPTIMIZERS  # from torch 2.9 on
+if _HAS_MUON:
+    OPTIMIZERS["muon"] = Muon
 
 ELEMENTWISE = frozenset(
     {
@@ -66,9 +71,10 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Optimizers that ignore the shape of a parameter, so that they work on any slice of it."""
 
-_GroupKey = tuple[int, bool]
+_GroupKey = tuple[int, bool, bool]
 """What parameters with the same settings share: the number of their setting in
-``optimizer.param_groups``, from 1, or 0 without one; whether they are exempt from the decay."""
+``optimizer.param_groups``, from 1, or 0 without one; whether they are exempt from the decay;
+whether they are in the part of ``muon`` that is AdamW's."""
 _BY_FIELD = ("lr", "momentum", "nesterov", "weight_decay")
 """Arguments of optimizers that are fields of ``raydl.config.OptimizerConfig``."""
 _FOR_NAMED = (
@@ -105,7 +111,8 @@ def make_optimizer(
         elif is_elementwise(config, own) and len(tensors) == 1:
             optimizer = _over_runs(tensors[0], _parameters_in(tensors, model), config)
         else:
-            optimizer = _over(_parameters_in(tensors, model), config, own)
+            hidden = _hidden_in(model) if name_of(config) == "muon" else None
+            optimizer = _over(_parameters_in(tensors, model), config, own, hidden)
         if config.clip_grad_norm is not None:
             optimizer.register_step_pre_hook(_clipper(config.clip_grad_norm))
         return optimizer
@@ -119,6 +126,12 @@ def _parameters_of(model: FlatModel | nn.Module | None) -> list[tuple[str, Tenso
     if isinstance(model, FlatModel):
         return model.named_parameters()
     return list(trained_parameters(model).items())
+
+
+def _hidden_in(model: FlatModel | nn.Module | None) -> frozenset[Hashable]:
+    """Return the memory of the hidden matrices of a model."""
+    assert model is not None, "an optimizer that depends on layers needs the model"
+    return hidden_matrices(model.model if isinstance(model, FlatModel) else model)
 
 
 def _parameters_in(
@@ -137,11 +150,22 @@ def _parameters_in(
 
 
 def _over(
-    tensors: Sequence[tuple[str, Tensor]], config: OptimizerConfig, own: OwnOptimizer | None
+    tensors: Sequence[tuple[str, Tensor]],
+    config: OptimizerConfig,
+    own: OwnOptimizer | None,
+    hidden: frozenset[Hashable] | None = None,
 ) -> Optimizer:
-    """Return the optimizer over (name, tensor) that have their gradients when it steps."""
+    """Return the optimizer over (name, tensor) that have their gradients when it steps.
+
+    Args:
+        tensors: names and tensors.
+        config: settings of the optimizer.
+        own: the user's function, or None.
+        hidden: the memory of the hidden matrices, for ``muon``.
+    """
     if own is None:
-        return _named([(t, _group_key_of(name, t, config)) for name, t in tensors], config)
+        keys = [_group_key_of(name, t, config, hidden) for name, t in tensors]
+        return _named([(t, key) for (_, t), key in zip(tensors, keys, strict=True)], config)
     made: Any = own([t for _, t in tensors])
     if not isinstance(made, Optimizer) or "lr" not in made.param_groups[0]:
         raise ConfigError(
@@ -158,7 +182,7 @@ def _over(
 
 def _named(tensors: list[tuple[Tensor, _GroupKey]], config: OptimizerConfig) -> Optimizer:
     """Return torch's optimizer over tensors, given as (tensor, its group)."""
-    kind = without_compiler(OPTIMIZERS[config.name])
+    kind = without_compiler(OPTIMIZERS[name_of(config)])
     return kind(_groups(tensors, config), **_settings(config))
 
 
@@ -189,11 +213,17 @@ def _over_runs(
     return optimizer
 
 
-def _group_key_of(name: str, parameter: Tensor, config: OptimizerConfig) -> _GroupKey:
+def _group_key_of(
+    name: str,
+    parameter: Tensor,
+    config: OptimizerConfig,
+    hidden: frozenset[Hashable] | None = None,
+) -> _GroupKey:
     """Return the key of the group to which a parameter belongs."""
     number = _group_number(name, config.param_groups)
     has_decay = number > 0 and config.param_groups[number - 1].weight_decay is not None
-    return number, config.decay_only_matrices and parameter.ndim <= 1 and not has_decay
+    is_exempt = config.decay_only_matrices and parameter.ndim <= 1 and not has_decay
+    return number, is_exempt, hidden is not None and memory_of(parameter) not in hidden
 
 
 def _group_number(name: str, groups: Sequence[ParamGroup]) -> int:
@@ -217,8 +247,9 @@ def _settings_of(key: _GroupKey, config: OptimizerConfig) -> dict[str, Any]:
 
     ``lr_share`` is the factor that ``raydl.core.center.set_lr`` multiplies the rate with.
     """
-    number, is_exempt = key
+    number, is_exempt, by_adamw = key
     settings: dict[str, Any] = {"weight_decay": 0.0} if is_exempt else {}
+    settings |= {"by_adamw": True} if by_adamw else {}
     if number:
         group = config.param_groups[number - 1]
         settings |= {**group.parsed_options, "lr_share": group.lr_scale}
@@ -289,7 +320,7 @@ def _pieces(value: Any, tensor: Tensor, parameters: list[Tensor]) -> list[Any]:
 
 def ignores_zero_gradients(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
     """Whether a zero gradient changes nothing: plain SGD without momentum and weight decay."""
-    is_plain = config.name == "sgd" and own is None
+    is_plain = name_of(config) == "sgd" and own is None
     decays = [config.weight_decay, *(group.weight_decay for group in config.param_groups)]
     return is_plain and not config.momentum and not any(decays)
 
@@ -312,7 +343,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def is_elementwise(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
     """Whether the optimizer ignores the shape of parameters; a user's function rarely counts."""
     if own is None:
-        return config.name in ELEMENTWISE
+        return name_of(config) in ELEMENTWISE
     return _unwrapped(own) in [OPTIMIZERS[name] for name in ELEMENTWISE]
 
 
@@ -322,9 +353,14 @@ def _unwrapped(own: OwnOptimizer) -> OwnOptimizer:
     return own
 
 
+def name_of(config: OptimizerConfig) -> str:
+    """Return the name of the optimizer: that of most methods, if no method has filled it in."""
+    return config.name or LocalStep.optimizer
+
+
 def _takes(config: OptimizerConfig) -> dict[str, inspect.Parameter]:
     """Return the arguments of a named optimizer except the parameters."""
-    arguments = dict(inspect.signature(OPTIMIZERS[config.name]).parameters)
+    arguments = dict(inspect.signature(OPTIMIZERS[name_of(config)]).parameters)
     del arguments["params"]
     return arguments
 
@@ -424,7 +460,7 @@ def as_config(
     if not callable(own):
         kind = type(own).__name__
         raise ConfigError("make_optimizer", f"must be a function of parameters, got a {kind}")
-    if config.name != OptimizerConfig().name:
+    if name_of(config) != LocalStep.optimizer:
         problem = f"and optimizer.name {config.name} exclude each other; leave the name out"
         raise ConfigError("make_optimizer", problem)
     return dataclasses.replace(config, name=_name_of(own)), own
@@ -445,16 +481,19 @@ def named_optimizer(config: OptimizerConfig) -> OwnOptimizer | None:
         ConfigError: if it cannot be imported or is not a function.
         UnknownNameError: if torch.optim has no optimizer of that name.
     """
-    if ":" in config.name:
-        own = load_own("optimizer.name", config.name)
+    name = name_of(config)
+    if ":" in name:
+        own = load_own("optimizer.name", name)
         if not callable(own):
-            raise ConfigError("optimizer.name", f"{config.name} is no function of parameters")
+            raise ConfigError("optimizer.name", f"{name} is no function of parameters")
         return own  # type: ignore[no-any-return]
-    if config.name in _REFUSED:
-        problem = f"cannot be {config.name}: {_REFUSED[config.name]}; choose adamw"
+    if name in _REFUSED:
+        raise ConfigError("optimizer.name", f"cannot be {name}: {_REFUSED[name]}; choose adamw")
+    if name == "muon" and not _HAS_MUON:
+        problem = f"cannot be muon with torch {torch.__version__}: it came with 2.9; choose adamw"
         raise ConfigError("optimizer.name", problem)
-    if config.name not in OPTIMIZERS:
-        raise UnknownNameError("optimizer.name", config.name, OPTIMIZERS)
+    if name not in OPTIMIZERS:
+        raise UnknownNameError("optimizer.name", name, OPTIMIZERS)
     return None
 
 
@@ -484,7 +523,7 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
     check_lr_schedule(config)
     if own is None:
         _check_named(config)
-        is_rprop = config.name == "rprop"
+        is_rprop = name_of(config) == "rprop"
     else:
         for name in _FOR_NAMED:
             if getattr(config, name):
@@ -508,7 +547,7 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
 
 def _try_options(setting: str, config: OptimizerConfig) -> None:
     """Raise a ConfigError unless a named optimizer steps with its options."""
-    kind = without_compiler(OPTIMIZERS[config.name])
+    kind = without_compiler(OPTIMIZERS[name_of(config)])
     _require_tuples(setting, config)
     try:
         kind([parameter for _, parameter in _sample()], **_settings(config)).step()

@@ -123,6 +123,8 @@ class Tally:
 class LocalStep:
     """Defaults of a method for the local step."""
 
+    optimizer: str = "sgd"
+    """Name of the optimizer. The other values are defaults for this optimizer."""
     lr: float = 0.25
     momentum: float = 0.0
     nesterov: bool = False

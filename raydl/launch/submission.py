@@ -172,7 +172,7 @@ def check_what_travels(
         "method.name": config.method.name,
         "task": config.task,
         "model": "" if is_of_library else config.model,
-        "optimizer.name": config.optimizer.name,
+        "optimizer.name": config.optimizer.name or "",
         "optimizer.lr_schedule": config.optimizer.lr_schedule,
     }
     files = {

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from raydl.config import MethodConfig
-from raydl.core.rules import Tally, step_along_
+from raydl.core.rules import LocalStep, Tally, step_along_
 from raydl.core.torch_import import without_compiler
 from raydl.methods.outer import Outer
 
@@ -28,6 +28,20 @@ class DiLoCo(Outer):
         """Return the method with the user's outer rate and momentum."""
         plain = Outer.from_config(config)
         return cls(plain.lr, momentum=plain.momentum, nesterov=True)
+
+
+class MuLoCo(DiLoCo):
+    """diloco with Muon inside: ``muon``, which is AdamW for what is no hidden matrix.
+
+    D_i = c - x_i ; m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m) ; x_i <- c
+
+    With ``raydl.attach``, where the optimizer is the user's own, it is diloco with this period,
+    outer rate and outer momentum.
+    """
+
+    name, period, source = "muloco", 30, "arXiv 2505.23725"
+    local_step = LocalStep("muon", lr=1e-3, momentum=0.9, nesterov=True)
+    outer = (0.9, 0.8)
 
 
 class DelayedOuter(Outer):

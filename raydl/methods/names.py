@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raydl.core.rules import Rule
 from raydl.methods.data_parallel import SyncMSGD, SyncSGD
-from raydl.methods.diloco import AsyncDiLoCo, DiLoCo
+from raydl.methods.diloco import AsyncDiLoCo, DiLoCo, MuLoCo
 from raydl.methods.easgd import (
     EAMSGD,
     AsyncEASGD,
@@ -23,7 +23,7 @@ METHODS: dict[str, type[Rule]] = {
     for kind in (
         OriginalEASGD, AsyncSGD, AsyncMSGD, HogwildSGD, HogwildMSGD, AsyncEASGD, AsyncMEASGD,
         EAMSGD, HogwildEASGD, HogwildMEASGD, SyncEASGD, SyncMEASGD, SyncSGD, SyncMSGD, LocalSGD,
-        DiLoCo, AsyncDiLoCo,
+        DiLoCo, MuLoCo, AsyncDiLoCo,
     )
 }  # fmt: skip
 """Every named method. Those of SC17 (arXiv 1708.02983) have their names there."""

@@ -7,7 +7,7 @@ import dataclasses
 from raydl.config import AUTO, MethodConfig, OptimizerConfig, TrainConfig
 from raydl.core.method import Method
 from raydl.core.optimizers import OwnOptimizer, check_optimizer, default_lr, named_optimizer
-from raydl.core.rules import Rule
+from raydl.core.rules import LocalStep, Rule
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.methods.conflicts import check_conflicts
 from raydl.methods.custom_codec import try_codec
@@ -34,8 +34,11 @@ def resolve(
         check_rule(own_rule)
     kind = _named(config.method) if own_rule is None else type(own_rule)
     given, name = own_rule or kind, config.method.name  # an instance may differ from its class
-    own_optimizer = own_optimizer or named_optimizer(config.optimizer)
-    optimizer = _filled_optimizer(kind, name, config.optimizer, own_optimizer)
+    optimizer = config.optimizer
+    if optimizer.name is None:
+        optimizer = dataclasses.replace(optimizer, name=kind.local_step.optimizer)
+    own_optimizer = own_optimizer or named_optimizer(optimizer)
+    optimizer = _filled_optimizer(kind, name, optimizer, own_optimizer)
     method_config = _filled_method(kind, config.method, optimizer)
     finds_tuning = config.method.period == AUTO
     method = Method(
@@ -73,14 +76,17 @@ def _named(config: MethodConfig) -> type[Rule]:
 def _filled_optimizer(
     kind: type[Rule], method: str, optimizer: OptimizerConfig, own: OwnOptimizer | None
 ) -> OptimizerConfig:
-    is_sgd, usual = optimizer.name == "sgd" and own is None, kind.local_step
+    usual = kind.local_step
+    if usual.optimizer not in (optimizer.name, LocalStep.optimizer):
+        usual = LocalStep()  # the method's other values are for an optimizer that is not used
+    is_usual = own is None and optimizer.name == usual.optimizer
     momentum, nesterov, lr = optimizer.momentum, optimizer.nesterov, optimizer.lr
-    if momentum is None and (is_sgd or usual.momentum):  # else the optimizer's default
+    if momentum is None and (is_usual or usual.momentum):  # else the optimizer's default
         momentum = usual.momentum
-    if nesterov is None and (is_sgd or usual.nesterov):
+    if nesterov is None and (is_usual or usual.nesterov):
         nesterov = usual.nesterov
     if lr is None:
-        lr = usual.lr if is_sgd else default_lr(optimizer, own)
+        lr = usual.lr if is_usual else default_lr(optimizer, own)
     if nesterov and kind.has_momentum_at_center:
         problem = f"is for momentum at the replicas; {method} has it at the center"
         raise ConfigError("optimizer.nesterov", problem)

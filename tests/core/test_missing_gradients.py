@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from ensembles import SHAPE, Ensemble
-from replicas import batches
+from replicas import batches, plain_optimizer
 from torch import nn
 from torch.nn import functional
 
@@ -33,10 +33,10 @@ PLAIN = {"lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
 class Experts(nn.Module):
     """Each step uses one of two experts in turn; the first steps use both."""
 
-    def __init__(self, image_shape, num_classes, *, num_both=0, bias=True):
+    def __init__(self, image_shape, num_classes, *, num_both=0):
         super().__init__()
-        self.shared = nn.Linear(16, 6, bias=bias)
-        self.experts = nn.ModuleList(nn.Linear(6, num_classes, bias=bias) for _ in range(2))
+        self.shared = nn.Linear(16, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, num_classes) for _ in range(2))
         self.num_both = num_both
         self.calls = 0
 
@@ -92,13 +92,13 @@ SETTINGS = {
 def test_ten_steps_of_two_experts_equal_torch_optim_bit_for_bit(name, num_both):
     settings = SETTINGS.get(name, {})
     config = OptimizerConfig(name=name, lr=0.05, **settings, **PLAIN)
-    # Muon accepts matrices only.
-    replica, reference = pair(config, num_both=num_both, bias=name != "muon")
-    optimizer = OPTIMIZERS[name](reference.parameters(), lr=0.05, **settings)
+    replica, reference = pair(config, num_both=num_both)
+    optimizer = plain_optimizer(name, reference, lr=0.05, **settings)
     for number, batch in enumerate(batches(10), start=1):
         lr = 0.005 * number  # a warm-up
         replica.set_lr(lr)
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         replica.step(batch)
         step_reference(reference, optimizer, batch)
     assert_equal_bits(replica, reference)

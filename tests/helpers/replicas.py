@@ -17,7 +17,7 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.core.flat import FlatModel
-from raydl.core.optimizers import make_optimizer
+from raydl.core.optimizers import OPTIMIZERS, make_optimizer
 from raydl.core.replica import Replica
 from raydl.data import Batches, Normalizer
 from raydl.methods.easgd import Elastic
@@ -40,6 +40,33 @@ def matrices(image_shape, num_classes):
     return nn.Sequential(
         nn.Flatten(), nn.Linear(size, 8, bias=False), nn.Linear(8, num_classes, bias=False)
     )
+
+
+class MuonAndAdamW:
+    """Torch's Muon over some matrices, and its AdamW over the other parameters, side by side."""
+
+    def __init__(self, hidden, others, *, lr, **muon):
+        self.muon = torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw", **muon)
+        self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.1)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+    def zero_grad(self):
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
+
+    def step(self):
+        self.muon.step()
+        self.adamw.step()
+
+
+def plain_optimizer(name, model, **settings):
+    """Return what torch's own optimizers do for a name; for muon the last matrix is the output."""
+    parameters = list(model.parameters())
+    if name != "muon":
+        return OPTIMIZERS[name](parameters, **settings)
+    hidden = [p for p in parameters if p.ndim == 2][:-1]
+    others = [p for p in parameters if not any(p is matrix for matrix in hidden)]
+    return MuonAndAdamW(hidden, others, **settings)
 
 
 def replica_of(config, *, own=None, model=deep, rule=None, training=None):
