@@ -43,7 +43,6 @@ from raydl.core.exchange import Header, shard_spans
 from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator
-from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
 from raydl.data.ledger import Claim, Ledger, RoundShare, Span, share_round
@@ -227,7 +226,7 @@ class SyncStrategy:
         self._steps_of_all = 0
         """Local steps of the round, of all ranks together."""
         self._share_of_round = 1.0
-        """Share of a whole round that the round has; see ``raydl.core.rules.Tally``."""
+        """Share of a whole round that the round has; see ``raydl.core.rules.Now``."""
         self._samples_before: list[float] = []
         self._tuning, self.choice = self._first_tuning(snapshot.tuning)
         """The exchange tuning, and its choice by this or an earlier generation, or None."""
@@ -261,7 +260,7 @@ class SyncStrategy:
             context.rank,
             generation=context.membership.generation,
             limits=Limits(
-                overlap=context.method.overlap and context.method.rule.sends is Sends.WEIGHTS,
+                overlap=context.method.overlap and context.method.rule.ahead,
                 may_compress=context.flat.weights.dtype == torch.float32
                 and may_compress(self._config, context.method),
                 max_fragments=context.flat.weights.numel(),
@@ -302,7 +301,7 @@ class SyncStrategy:
         """
         membership = self._context.membership
         remaining = (*membership.worker_ids, *membership.absent)
-        is_kept = self._context.method.rule.sends is not Sends.GRADIENT
+        is_kept = self._context.method.has_local_steps
         self._ledger.release(keep=remaining if is_kept else (), members=remaining)
 
     def _make_centers(self, optimizer: dict[str, Any]) -> None:
@@ -328,7 +327,6 @@ class SyncStrategy:
     def _make_exchange(self, center: Center, span: Span) -> AnyExchange:
         settings, context = self._config.exchange, self._context
         group_size = self._config.method.group_size
-        leaves_out = context.method.rule.sends is not Sends.WEIGHTS
         exchange: SyncExchange | GatheredExchange
         if (compression := self._tuning.compression) != "none":
             exchange = GatheredExchange(
@@ -336,7 +334,6 @@ class SyncStrategy:
                 center,
                 span=slice(*span),
                 round=self._round,
-                sends=context.method.rule.sends,
                 feedback=context.feedback_of(span, compression),
                 group_size=group_size,
                 share_of_round=lambda: self._share_of_round,
@@ -348,8 +345,9 @@ class SyncStrategy:
                 span=slice(*span),
                 round=self._round,
                 pieces=None if settings.packed else _pieces(context.flat.layer_sizes, span),
-                sends=context.method.rule.sends,
-                feedback=context.feedback_of(span, compression) if leaves_out else None,
+                feedback=context.feedback_of(span, compression)
+                if context.method.leaves_out
+                else None,
                 group_size=group_size,
                 share_of_round=lambda: self._share_of_round,
             )
@@ -660,8 +658,8 @@ class SyncStrategy:
     ) -> torch.Tensor | None:
         """Return the replica's weights for the next generation, or None if they do not change.
 
-        If the rule sends weights, the replica keeps its own. Otherwise it follows the center, plus
-        its progress since its last exchange: unless that progress is already counted, or its
+        If messages are composed ahead, the replica keeps its own. Otherwise it follows the center,
+        plus its progress since its last exchange: unless that progress is already counted, or its
         samples went to other workers. For a worker that is behind and has no open positions, it may
         be counted.
 
@@ -669,7 +667,7 @@ class SyncStrategy:
         the residuals of its codecs are those after these messages, and only its progress since
         then, ``unsent``, is not counted.
         """
-        sends, trained, newest = self._context.method.rule.sends, self._trained, snapshot.progress
+        method, trained, newest = self._context.method, self._trained, snapshot.progress
         if newest.generation == self.generation and newest.round > self._round:
             for span, state in self._sent_feedback.items():
                 self._context.feedback[span].load_state_dict(state)
@@ -679,12 +677,12 @@ class SyncStrategy:
         num_open = len(trained)
         ledger = Ledger.from_state_dict(snapshot.ledger)
         num_kept = trained.num_claimed(ledger.claims_of(self._context.worker_id))
-        if sends is Sends.WEIGHTS:
+        if method.rule.ahead:
             trained.keep_first(num_kept)
             return None
         center = torch.tensor(snapshot.weights, device=self._weights.device)
         is_same = torch.equal(center, self._weights)
-        if sends is Sends.PROGRESS and num_kept == num_open and (num_kept or not is_behind):
+        if method.has_local_steps and num_kept == num_open and (num_kept or not is_behind):
             weights = self._context.flat.weights.detach().to(center.device)
             return None if is_same else center.add_(weights - self._weights)
         trained.keep_first(0)

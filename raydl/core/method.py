@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raydl.config import OptimizerConfig, TrainConfig
 from raydl.core.optimizers import OwnOptimizer, ignores_zero_gradients
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import Rule
 from raydl.errors import ConfigError, ShapeError
 
 
@@ -47,21 +47,21 @@ class Method:
         return self.strategy == "sync"
 
     @property
-    def has_center_optimizer(self) -> bool:
-        """Whether an optimizer steps at the center."""
-        makes_one = type(self.rule).make_center_optimizer is not Rule.make_center_optimizer
-        return makes_one or not self.rule.steps_replica
-
-    @property
     def has_local_steps(self) -> bool:
         """Whether replicas move between two exchanges, rather than collect gradients to send."""
-        return self.rule.sends is not Sends.GRADIENT
+        return self.rule.takes_steps
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a codec leaves out parts of messages for later ones; see ``ErrorFeedback``."""
+        return not all(lane.is_around_center for lane in self.rule.lanes)
 
     @property
     def needs_all_gradients(self) -> bool:
         """Whether an optimizer at the center would update a parameter without a gradient."""
-        is_at_center = not self.rule.steps_replica
-        return is_at_center and not ignores_zero_gradients(self.inner, self.own_optimizer)
+        return not self.rule.takes_steps and not ignores_zero_gradients(
+            self.inner, self.own_optimizer
+        )
 
 
 def check_weights(

@@ -37,7 +37,7 @@ from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, toward_center
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
-from raydl.core.rules import Rule, Sends, squared_distance
+from raydl.core.rules import Message, ReplicaSpan, Rule, squared_distance
 from raydl.core.tensor_files import view_of
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.data.target import Key
@@ -161,7 +161,7 @@ class Replica:
         time_parts: measures the time parts.
         training: precision, and number of parts of a batch.
         has_dynamic_weights: whether a replica that is suddenly far from the center counts little;
-            for rules that send weights.
+            for rules that send weights ahead.
         needs_all_gradients: whether to refuse a gradient if the loss did not reach all parameters;
             for optimizers at the center that would update the others anyway.
         who: returns (worker id, local step), for error messages.
@@ -187,7 +187,7 @@ class Replica:
         self._task = task
         self._rule = rule
         self._make_optimizer = make_optimizer
-        self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
+        self._optimizer = make_optimizer([self.flat.weights]) if rule.takes_steps else None
         self._parts = time_parts
         self._training = training
         self._needs_all_gradients = needs_all_gradients
@@ -241,18 +241,18 @@ class Replica:
         return self._step(gradient, step_plan)[1]
 
     def _step(self, gradient: MakeGradient, step_plan: StepPlan) -> Stepped:
-        if self._rule.sends is Sends.WEIGHTS:
-            loss, arrivals = self._step_with_weights(gradient, step_plan)
+        if self._rule.ahead:
+            loss, arrivals = self._send_then_step(gradient, step_plan)
         else:
             loss, arrivals = self._step_then_send(gradient, step_plan)
         for exchange in step_plan.join:
             self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
         return loss, arrivals[-1].sums if arrivals else None
 
-    def _step_with_weights(
+    def _send_then_step(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
-        """Step while the weights of the start of the step are sent."""
+        """Step while the message of the start of the step is sent."""
         arrivals: list[Arrival] = []
         failure: ExchangeError | None = None
         try:
@@ -277,9 +277,9 @@ class Replica:
     def _step_then_send(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
-        """Step, then send the gradient or the progress, and copy the center."""
+        """Step, then send, and land: follow the center."""
         loss, count = gradient()
-        if self._rule.sends is Sends.PROGRESS:
+        if self._rule.takes_steps:
             self._local_step(count)
         else:
             self.num_steps += 1
@@ -287,10 +287,10 @@ class Replica:
             self.begin(step_plan)
             arrivals = self._wait(step_plan)
         except ExchangeError:
-            if self._rule.sends is Sends.GRADIENT:
+            if not self._rule.takes_steps:
                 self._drop_gradients()
             raise
-        self._follow(step_plan)
+        self._land(step_plan, arrivals)
         return loss, arrivals
 
     def begin(self, step_plan: StepPlan) -> None:
@@ -308,43 +308,53 @@ class Replica:
     def _send(self, exchange: Exchange, step_plan: StepPlan) -> None:
         span = exchange.span
         header = step_plan.header if exchange is step_plan.begin[-1] else Header()
-        num_samples = self._counted - self._num_sent.get(span.start, self._num_dropped)
-        header = replace(header, num_samples=num_samples)
-        if self._rule.sends is not Sends.GRADIENT and exchange not in step_plan.join:
+        if self._rule.takes_steps and exchange not in step_plan.join:
             # Keep the weights for the later step in which the exchange takes effect.
             if not self._sent.numel():
                 self._sent = torch.empty_like(self.flat.weights)
             self._sent[span] = self.flat.weights[span]
         message = self._message(exchange, step_plan)
         f = self._dynamic_weights.distrust_at(span.start)
-        seen = toward_center(message, exchange.center.weights, f)
-        self._check_message(seen, exchange, num_samples)
-        exchange.begin(message, self.flat.buffers, header, f)
-        if self._rule.sends is Sends.GRADIENT:
+        self._check_message(message, exchange, f)
+        exchange.begin(message, self.flat.buffers, replace(header, weight=message.weight), f)
+        if not self._rule.takes_steps:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()
             self._reached_sent[span.start] = tuple(self.flat.num_reached)
         self._num_begun[span.start] = self._counted
 
-    def _message(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
+    def _message(self, exchange: Exchange, step_plan: StepPlan) -> Message:
         """Return the rule's message for a span; it is not changed until the exchange is joined."""
-        span = exchange.span
-        if self._rule.sends is Sends.GRADIENT:
-            return self.flat.gradients[span].clone()
-        weights = self._weights_sent(exchange, step_plan)
-        if self._rule.sends is Sends.PROGRESS:
-            return torch.sub(exchange.center.weights, weights, out=self._pull[span])
+        span, center = exchange.span, exchange.center
         if self._dynamic_weights.is_on:
+            weights = self._weights_sent(exchange, step_plan)
             self._dynamic_weights.note_distance(
                 span.start, self._distance_squared(exchange, weights) ** 0.5
             )
-        return weights
+        return self._rule.compose(
+            self._view(exchange, step_plan),
+            center.weights,
+            center.state,
+            {lane.name: self._pull[span] for lane in self._rule.lanes},
+        )
 
-    def _check_message(self, message: Tensor, exchange: Exchange, num_samples: float) -> None:
+    def _view(self, exchange: Exchange, step_plan: StepPlan) -> ReplicaSpan:
+        """Return a span of this replica as the rule sees it when the message is composed."""
+        span = exchange.span
+        return ReplicaSpan(
+            x=self._weights_sent(exchange, step_plan),
+            gradient=self.flat.gradients[span],
+            samples=self._counted - self._num_sent.get(span.start, self._num_dropped),
+        )
+
+    def _check_message(self, message: Message, exchange: Exchange, distrust: float) -> None:
         """Raise a StepError if a message or the float buffers must not reach the center."""
-        is_gradient = self._rule.sends is Sends.GRADIENT
-        sent = {"gradient" if is_gradient else "weights": message}
-        if exchange.center.buffers.numel():
+        center, sent = exchange.center, {}
+        for lane in self._rule.lanes:
+            values = message.lanes[lane.name]
+            # Distrust is for weights alone.
+            sent[lane.name] = toward_center(values, center.weights, distrust)
+        if center.buffers.numel():
             sent["float buffers"] = self.flat.buffers
         for name, values in sent.items():
             if not is_finite(values):
@@ -353,7 +363,7 @@ class Replica:
                     f"values in its {name} are NaN, infinite or beyond 1e19, so nothing was sent; "
                     f"lower optimizer.lr, or check the data of that step",
                 )
-        if is_gradient and num_samples and self._needs_all_gradients:
+        if self._needs_all_gradients and message.weight:
             before = self._reached_sent.get(exchange.span.start, self._reached_before)
             unreached = self.flat.unreached(before, exchange.span)
             if unreached:
@@ -407,7 +417,7 @@ class Replica:
                 return self.flat.weights.new_zeros(())
             # A gradient to send is a sum, so that ranks whose batches count less weigh less in
             # the mean.
-            scale = count if self._rule.sends is Sends.GRADIENT else 1.0
+            scale = 1.0 if self._rule.takes_steps else count
             losses = [
                 self._backward(part, part_count / count, scale)
                 for part, part_count in zip(parts, counts, strict=True)
@@ -478,32 +488,32 @@ class Replica:
             sent = toward_center(weights, center, f)
         # The distance is that of the weights themselves, whatever was sent of them.
         true_squares = None if sent is weights else self._distance_squared(exchange, weights)
-        squares = self._rule.measured_pull(sent, center, arrival.tally, out=pull)
+        squares = self._rule.measured_pull(sent, center, arrival.now, out=pull)
         self._distances.note(exchange.span, squares if true_squares is None else true_squares)
         return pull.add_(weights - center, alpha=f) if f else pull
 
-    def _follow(self, step_plan: StepPlan) -> None:
-        """Update the center and copy it, but keep the steps since the message."""
+    def _land(self, step_plan: StepPlan, arrivals: list[Arrival]) -> None:
+        """Update the center, then the replica by it."""
         if not step_plan.join:
             return
-        for exchange in step_plan.join:
-            if self._rule.sends is Sends.PROGRESS:
+        if self._rule.takes_steps:
+            for exchange in step_plan.join:
                 weights = self.flat.weights[exchange.span]
                 self._distances.note(exchange.span, self._distance_squared(exchange, weights))
         self._commit(step_plan)
         with self._parts.measure("replica_update"):
-            for exchange in step_plan.join:
-                weights = self.flat.weights[exchange.span]
+            for exchange, arrival in zip(step_plan.join, arrivals, strict=True):
+                span, center = exchange.span, exchange.center
+                weights = self.flat.weights[span]
                 before = weights.clone() if self._moves is not None else None
-                if self._rule.sends is Sends.GRADIENT or exchange in step_plan.begin:
-                    weights.copy_(exchange.center.weights)
-                else:
-                    # x <- c + (x - sent weights), which keeps the steps since the message.
-                    weights.sub_(self._sent[exchange.span]).add_(exchange.center.weights)
-                if exchange.center.buffers.numel():
-                    self.flat.buffers.copy_(exchange.center.buffers)
+                landing = ReplicaSpan(weights, self.flat.gradients[span], samples=0.0)
+                if self._rule.takes_steps and exchange not in step_plan.begin:
+                    landing.sent = self._weights_sent(exchange, step_plan)
+                self._rule.land_(landing, center.weights, center.state, arrival.now)
+                if center.buffers.numel():
+                    self.flat.buffers.copy_(center.buffers)
                 if self._moves is not None and before is not None:
-                    self._moves.append((exchange.span, before.sub_(weights)))
+                    self._moves.append((span, before.sub_(weights)))
 
     def unsent_progress(self, exchanges: Sequence[Exchange], last_step: StepPlan) -> Tensor:
         """Return the progress since the messages of a round, shape [num_parameters].

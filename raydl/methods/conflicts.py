@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raydl.core.codecs import parse_codec
 from raydl.core.optimizers import is_elementwise
-from raydl.core.rules import Sends
 from raydl.errors import ConfigError
 from raydl.methods.easgd import Elastic, moving_rate_limit_in_turn
 
@@ -32,9 +31,9 @@ class Choice:
         self.scaling: ScalingConfig = config.scaling
         self.inner: OptimizerConfig = method.inner
         self.is_deterministic = config.training.deterministic
-        self.is_at_center = not method.rule.steps_replica
+        self.is_at_center = not method.rule.takes_steps
         """Whether the user's optimizer steps at the center."""
-        self.sends_weights = method.rule.sends is Sends.WEIGHTS
+        self.is_ahead = method.rule.ahead
         self.has_rounds = method.is_sync and method.has_local_steps
         rule = method.rule
         self.is_elastic = isinstance(rule, Elastic)
@@ -196,7 +195,7 @@ CONFLICTS = (
     ),
     Conflict(
         "exchange.overlap",
-        lambda x: x.exchange.overlap is not None and not x.sends_weights,
+        lambda x: x.exchange.overlap is not None and not x.is_ahead,
         "has no meaning for {x.method.name}: its message depends on the gradient of the step",
     ),
     # who shares a replica, and how far it is trusted
@@ -207,7 +206,7 @@ CONFLICTS = (
     ),
     Conflict(
         "method.dynamic_weights",
-        lambda x: x.settings.dynamic_weights and not x.sends_weights,
+        lambda x: x.settings.dynamic_weights and not x.is_ahead,
         "has no meaning for {x.method.name}: its replicas are copies of the center",
     ),
     Conflict(

@@ -5,10 +5,11 @@ Source: SC17 = You, Buluc, Demmel, arXiv 1708.02983.
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.optim import Optimizer
+from collections.abc import Mapping
 
-from raydl.core.rules import LocalStep, Rule, Sends, Tally, step_along_
+from torch import Tensor
+
+from raydl.core.rules import Lane, LocalStep, Mail, Message, Now, ReplicaSpan, Rule, State
 
 
 class MeanGradient(Rule):
@@ -19,17 +20,25 @@ class MeanGradient(Rule):
     batch. (SC17, eq. 3 and 4, at the master.)
     """
 
-    sends = Sends.GRADIENT
-    steps_replica = False
+    lanes = (Lane("gradient", is_sum=True),)
+    takes_steps = False
     period = 1
 
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Step the optimizer along total / num_samples, or do nothing if they count nothing."""
-        if tally.num_samples == 0:  # no sample could be read, or none has a label
-            return
-        step_along_(center, total.div_(tally.num_samples), optimizer)
+    def compose(
+        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
+    ) -> Message:
+        """Return the sum of n * g, which weighs n."""
+        gradient = out["gradient"].copy_(replica.gradient)
+        return Message({"gradient": gradient}, weight=replica.samples)
+
+    def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
+        """Step the optimizer along the mean gradient."""
+        assert state.step_along_ is not None
+        state.step_along_(mail.mean("gradient"))
+
+    def land_(self, replica: ReplicaSpan, center: Tensor, state: State, now: Now) -> None:
+        """Do x <- c."""
+        replica.x.copy_(center)
 
 
 class SyncSGD(MeanGradient):

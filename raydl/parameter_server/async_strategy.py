@@ -17,7 +17,6 @@ from raydl.core.compression import LostResidual
 from raydl.core.exchange import Exchange, Header, cells, shard_spans
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
-from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
 from raydl.data.ledger import Span, num_done_by
@@ -127,7 +126,7 @@ class AsyncStrategy:
                     mirror,
                     span=span,
                     shards=shards,
-                    sends=self._context.method.rule.sends,
+                    rule=self._context.method.rule,
                     is_last=is_last,
                     session=self._session,
                     feedback=lambda part: self._context.feedback_of(part, compression),
@@ -219,10 +218,10 @@ class AsyncStrategy:
     def begin_step(self, step: int, lr: float) -> None:
         """Record the learning rate, and the positions that a message from now on contains.
 
-        Weights are sent as they are before the step; progress and gradients, after the step.
+        A message that is composed ahead has the weights before the step; any other, those after it.
         """
         self._session.lr = lr
-        is_after = self._context.method.rule.sends is not Sends.WEIGHTS
+        is_after = not self._context.method.rule.ahead
         self._session.num_trained = self._trained[step + is_after]
 
     def settle(self, sums: Header, local_step: int) -> Decision:
@@ -238,7 +237,7 @@ class AsyncStrategy:
 
         Otherwise the center makes its own snapshots. If this worker maps the center's memory, the
         copy is complete, even after the center's process has ended. If not, the copy may lack: this
-        worker's newest message, if the rule sends weights, since its answer is the center before
+        worker's newest message, if it was composed ahead, since its answer is the center before
         it; messages of others since then; residuals of a codec; and the state of an optimizer at
         the center, which only the center has. The ledger may be older than the weights: some
         samples are then trained again, and none is skipped.

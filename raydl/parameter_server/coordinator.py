@@ -21,7 +21,6 @@ from raydl.core.method import Method
 from raydl.core.non_trainable import NonTrainable
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, RecordAggregator
-from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import steps_at_speed
 from raydl.data.ledger import Claim, Ledger
@@ -381,7 +380,7 @@ class Coordinator:
     @property
     def _keeps_own_steps(self) -> bool:
         """Whether workers continue from their own replicas, with steps that no message contains."""
-        return self._method.rule.sends is Sends.WEIGHTS
+        return self._method.rule.ahead
 
     def repeat(self, request: Request) -> Assignment:
         """Return the assignment that answered an earlier copy of a message.

@@ -150,13 +150,16 @@ class Request:
     buffers: np.ndarray
     """Float buffers, or empty."""
     num_workers: int
-    num_samples: float
     lr: float
+    weight: float = 1.0
+    """What the message counts."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """The numbers of the rule, by name."""
     completion: Completion | None = None
     distrust: float = 0.0
     """How little the weights count, 0..1: see ``raydl.core.exchange.toward_center``."""
     share_of_round: float = 1.0
-    """See ``raydl.core.rules.Tally``."""
+    """See ``raydl.core.rules.Now``."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class Response:
     """A shard's answer."""
 
     weights: np.ndarray
-    """The center's span: before the message for rules that send weights, else after it. With a
+    """The center's span: before the message if messages are composed ahead, else after it. With a
     codec, the encoded difference to the mirror."""
     buffers: np.ndarray
     assignment: Assignment | None = None

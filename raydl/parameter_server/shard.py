@@ -19,9 +19,9 @@ from torch import Tensor
 
 from raydl.core.center import Center, MakeOptimizer
 from raydl.core.codecs import Codec
-from raydl.core.exchange import message_weight, toward_center
+from raydl.core.exchange import toward_center
 from raydl.core.membership import Membership
-from raydl.core.rules import Rule, Sends, Tally, mix_buffers_
+from raydl.core.rules import Mail, Now, Rule, mix_buffers_
 from raydl.data.ledger import Span
 from raydl.parameter_server.protocol import (
     NOTHING,
@@ -191,6 +191,7 @@ class Shard:
     ) -> None:
         self._node = node
         self._rule = rule
+        [self._lane] = rule.lanes
         self._codec = None if codec is None or codec.name == "none" else codec
         self._coordinator = coordinator
         self._buffers = buffers.clone()
@@ -239,7 +240,7 @@ class Shard:
             }
             self._calls = {w: self._calls[w] if w in before else AppliedCalls() for w in members}
         for cell in self._cells.values():
-            if self._rule.sends is not Sends.WEIGHTS:  # weights leave out nothing
+            if not self._lane.is_around_center:  # else messages leave out nothing
                 cell.remember(members)
             if cell.mapped:
                 cell.mapped.admit(members)
@@ -256,8 +257,8 @@ class Shard:
 
         Returns:
             By span, the number of the newest message that was applied; -1: none was. A span is
-            missing if this shard does not know: it has started since, or the rule sends weights,
-            of which messages leave out nothing.
+            missing if this shard does not know: it has started since, or messages leave out
+            nothing.
         """
         key = worker_id, generation
         return {s: c.applied[key] for s, c in self._cells.items() if key in c.applied}
@@ -288,7 +289,12 @@ class Shard:
             return Response(weights, request.buffers)
         with self._state_lock:
             if is_new and request.buffers.size:
-                mix_buffers_(self._buffers, torch.tensor(request.buffers), _tally(request))
+                mix_buffers_(
+                    self._buffers,
+                    torch.tensor(request.buffers),
+                    num_messages=1,
+                    num_workers=request.num_workers,
+                )
             buffers = _copied(self._buffers)
         # The worker may have been removed since the check above. Then its message has moved the
         # center, although others train its samples: the same as one more message. If a message held
@@ -334,8 +340,7 @@ class Shard:
         with cell.held(request.message_id):
             if self._codec:
                 return self._move_compressed(cell, self._codec, request)
-            is_before = self._rule.sends is Sends.WEIGHTS
-            before = _copied(cell.center.weights) if is_before else None
+            before = _copied(cell.center.weights) if self._rule.ahead else None
             if is_new:
                 with cell.copied(request.weights) as total:
                     self._apply(cell.center, total, request)
@@ -344,7 +349,9 @@ class Shard:
     def _apply(self, center: Center, total: Tensor, request: Request) -> None:
         center.set_lr(request.lr)
         total = toward_center(total, center.weights, request.distrust)
-        center.apply_(total, center.buffers, _tally(request))
+        numbers = {name: number * request.weight for name, number in request.numbers.items()}
+        mail = Mail({self._lane.name: total}, count=1, weight=request.weight, numbers=numbers)
+        center.apply_(mail, center.buffers, Now(request.num_workers, request.share_of_round))
 
     def _move_compressed(self, cell: _Cell, codec: Codec, request: Request) -> np.ndarray | None:
         """Move a span by an encoded message, and return the encoded answer.
@@ -372,8 +379,8 @@ class Shard:
         """Apply an encoded message, and return the encoded answer."""
         total = torch.empty_like(center.weights)
         codec.decode(torch.tensor(request.weights), out=total)
-        if self._rule.sends is not Sends.WEIGHTS:
-            total.mul_(message_weight(self._rule.sends, request.num_samples))
+        if not self._lane.is_around_center:
+            total.mul_(request.weight)
             self._apply(center, total, request)
             return _catch_up(state.mirror, center.weights, codec)
         total.add_(state.mirror)
@@ -422,15 +429,6 @@ def _catch_up(mirror: Tensor, center: Tensor, codec: Codec) -> np.ndarray:
     message = codec.encode(change)
     mirror.add_(codec.decode(message, out=change))
     return _copied(message)
-
-
-def _tally(request: Request) -> Tally:
-    return Tally(
-        request.num_workers,
-        num_messages=1,
-        num_samples=request.num_samples,
-        share_of_round=request.share_of_round,
-    )
 
 
 def _copied(values: Tensor) -> np.ndarray:

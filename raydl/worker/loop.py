@@ -27,7 +27,6 @@ from raydl.core.non_trainable import NonTrainable
 from raydl.core.optimizers import lr_at, make_optimizer
 from raydl.core.replica import Replica, Stepped
 from raydl.core.reports import Outcome, WorkerReport
-from raydl.core.rules import Sends
 from raydl.core.saved_state import pack, reported_as_damage
 from raydl.core.scores import Evaluated
 from raydl.core.strategy import WorkerContext
@@ -218,7 +217,7 @@ class Worker:
         load_generators(own_state["generators"], self._device)
         is_old = own_state.get("round", snapshot.progress.round) != snapshot.progress.round
         has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
-        if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
+        if (is_old or has_open) and not self._method.rule.ahead:
             self.runner.become(snapshot)  # it follows the center, which has moved since
 
     # one round

@@ -38,7 +38,7 @@ from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
 from raydl.core.replica import Replica
 from raydl.core.reports import Outcome
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import Rule
 from raydl.core.sharing import memory_of, trained_parameters
 from raydl.core.strategy import Strategy
 from raydl.data import DataShape
@@ -288,7 +288,7 @@ class Attached(Optimizer):
         # A hook that is registered here is registered with the optimizer, which calls it.
         vars(self).update({k: v for k, v in vars(optimizer).items() if k.endswith("_hooks")})
         self._method = job.method
-        self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
+        self._is_ahead = job.method.rule.ahead and job.method.overlap
         flat = FlatModel(model, name=job.task.name)
         self._parts = TimeParts.on(flat.weights.device)
         self._replica = Replica(
@@ -730,10 +730,7 @@ class Attached(Optimizer):
         self._runner.is_behind = False
         if self._loaded is None:
             self._runner.become(snapshot)
-        elif (
-            self._method.rule.sends is not Sends.WEIGHTS
-            and self._loaded.progress.round != snapshot.progress.round
-        ):
+        elif not self._method.rule.ahead and self._loaded.progress.round != snapshot.progress.round:
             self._runner.become(snapshot)  # it follows the center, which has moved since
 
     # a round, step by step
