@@ -9,8 +9,8 @@ overlap; EASGD2: resident on the device; EASGD3: overlapped with the gradient
 
 Encoded values cannot be added. So each rank sends its compressed message to all others, and each
 decodes and sums all messages in rank order: the same bits everywhere. A rank then sends p - 1 short
-messages, where the all-reduce of uncompressed ones sends less than 2. Of a lane around the center
-(weights) a lossy codec loses nothing: the message is the difference to the center, replica and
+messages, where the all-reduce of uncompressed ones sends less than 2. Of weights, which are sent
+ahead, a lossy codec loses nothing: the message is the difference to the center, replica and
 center apply the difference as decoded, and the remainder is still part of the difference at the
 next exchange. All else is sent only once, so error feedback adds the residual to the next message.
 A sum of gradients is encoded as the mean over its samples, and each rank weighs it by their number,
@@ -35,7 +35,7 @@ from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Arrival, Header, host_like, mean_message, toward_center
 from raydl.core.reports import AllreduceReport
-from raydl.core.rules import Lane, Mail, Message, Now, Rule
+from raydl.core.rules import Mail, Message, Now, Rule, State
 from raydl.metrics import TimeParts
 
 HEADER_SIZE = len(dataclasses.fields(Header))
@@ -167,7 +167,7 @@ class _Sums:
     """
 
     def __init__(self, rule: Rule, group_size: int, share_of_round: Callable[[], float]) -> None:
-        self._lane = rule.lanes[0].name
+        self._rule = rule
         self._group_size = group_size
         self._share_of_round = share_of_round
         self.header = Header()
@@ -193,28 +193,28 @@ class _Sums:
             buffers.div_(size)
             numbers = {name: number / size for name, number in numbers.items()}
         self.header, self.now = header, Now(num_replicas, self._share_of_round())
-        self.mail = Mail({self._lane: values}, num_replicas, header.weight / size, numbers)
+        self.mail = Mail(self._rule.lanes_of(values), num_replicas, header.weight / size, numbers)
 
 
 class _Feedback:
-    """What a rank's messages have left out of one lane, in one span.
+    """What a rank's messages have left out, in one span.
 
     Args:
         feedback: this worker's codec, with its residual so far.
-        lane: how the vector travels.
+        rule: of the exchange.
         num_workers: number of messages in a sum.
     """
 
-    def __init__(self, feedback: ErrorFeedback, lane: Lane, num_workers: int) -> None:
+    def __init__(self, feedback: ErrorFeedback, rule: Rule, num_workers: int) -> None:
         self._feedback = feedback
-        self._lane = lane
+        self._is_sum = not rule.takes_steps
         self._num_workers = num_workers
         self._weight = 1.0
 
     def encode(self, values: Tensor, weight: float) -> Tensor:
         """Return the message of values + residual; of a sum, in the unit of its mean."""
         self._weight = weight
-        mean = mean_message(values, weight) if self._lane.is_sum else values.contiguous()
+        mean = mean_message(values, weight) if self._is_sum else values.contiguous()
         return self._feedback.encode(mean, share=float(weight > 0))
 
     def complete(self, values: Tensor, weight: float) -> Tensor:
@@ -223,7 +223,12 @@ class _Feedback:
             self.encode(values, weight)
             return self._feedback.decoded.mul_(weight)
         self._feedback.clear()
-        return values if self._lane.is_sum or weight == 1 else values * weight
+        return values if self._is_sum or weight == 1 else values * weight
+
+    @property
+    def decoded(self) -> Tensor:
+        """The newest message, as its receivers decoded it."""
+        return self._feedback.decoded
 
     def commit(self, sums: Header) -> None:
         """Keep what the message has left out, by what it counted in the sum."""
@@ -241,10 +246,9 @@ class SyncExchange:
         center: this rank's copy of the span, the same on all ranks.
         span: the span, in the flat parameters.
         round: number of the first round.
-        pieces: sizes of the parts to send one by one, which sum to the number of weights; None:
+        pieces: sizes of the parts to send one by one, which sum to the number of values; None:
             all in one message.
-        feedback: what messages of an earlier codec have left out; None for a lane around the
-            center.
+        feedback: what messages of an earlier codec have left out; None for weights.
         group_size: number of workers that share one replica and send the same weights.
         share_of_round: returns the share of a whole round that this round has, as all ranks know it
             (``raydl.core.rules.Now``).
@@ -266,24 +270,25 @@ class SyncExchange:
         self.span = span
         self.round = round
         self._group = group
-        self._lane = center.rule.lanes[0]
+        self._rule = center.rule
         self._tail = _Tail(center.rule)
         self._sums = _Sums(center.rule, group_size, share_of_round)
         self._feedback = (
-            None if feedback is None else _Feedback(feedback, self._lane, group.num_workers)
+            None if feedback is None else _Feedback(feedback, center.rule, group.num_workers)
         )
         self._work: list[Work] = []
-        num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
+        num_values = len(self._rule.lanes) * center.weights.numel()
+        num_buffers = center.buffers.numel()
         rest = num_buffers + self._tail.size
-        self._message = center.weights.new_zeros(num_weights + rest)
+        self._message = center.weights.new_zeros(num_values + rest)
         self.num_bytes = self._message.nbytes
         """Bytes of one exchange."""
         self._values, self._buffers, self._numbers = torch.split(
-            self._message, [num_weights, num_buffers, self._tail.size]
+            self._message, [num_values, num_buffers, self._tail.size]
         )
         self._pieces: tuple[Tensor, ...] = (self._message,)
         if pieces is not None:
-            assert sum(pieces) == num_weights
+            assert sum(pieces) == num_values
             self._pieces = torch.split(self._message, [*pieces, rest])
 
     def begin(
@@ -291,8 +296,7 @@ class SyncExchange:
     ) -> None:
         """Copy the message to scratch memory and start the sum."""
         assert not self._work, "an exchange is in progress"
-        [values] = message.lanes.values()
-        values = toward_center(values, self.center.weights, distrust)
+        values = toward_center(self._rule.joined(message), self.center.weights, distrust)
         if self._feedback is not None:
             values = self._feedback.complete(values, message.weight)
         self._values.copy_(values)
@@ -348,20 +352,28 @@ class StagedExchange:
         self._inner = inner
         self._parts = time_parts
         weights, buffers = inner.center.weights, inner.center.buffers
-        self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True))
-        self._host = host_like(self.center.weights)
+        state = State(
+            {
+                name: vector.to(device, copy=True)
+                for name, vector in inner.center.state.vectors.items()
+            }
+        )
+        self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True), state)
+        num_values = len(inner.center.rule.lanes) * weights.numel()
+        self._host = host_like(self.center.weights.new_empty(num_values))
         self._host_buffers = host_like(self.center.buffers)
 
     def begin(
         self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Copy to the host and start the sum there."""
-        [(lane, values)] = message.lanes.items()
+        rule = self._inner.center.rule
         with self._parts.measure("host_device_parameters"):
-            self._host.copy_(toward_center(values, self.center.weights, distrust))
+            self._host.copy_(toward_center(rule.joined(message), self.center.weights, distrust))
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
-        self._inner.begin(replace(message, lanes={lane: self._host}), self._host_buffers, header)
+        on_host = replace(message, lanes=rule.lanes_of(self._host))
+        self._inner.begin(on_host, self._host_buffers, header)
 
     def wait(self) -> Arrival:
         """Wait for the sum. Raises ExchangeError as the inner exchange does."""
@@ -376,6 +388,8 @@ class StagedExchange:
         with self._parts.measure("host_device_parameters"):
             self.center.weights.copy_(self._inner.center.weights)
             self.center.buffers.copy_(self._inner.center.buffers)
+            for name, vector in self._inner.center.state.vectors.items():
+                self.center.state[name].copy_(vector)
 
 
 class GatheredExchange:
@@ -407,14 +421,15 @@ class GatheredExchange:
         self.span = span
         self.round = round
         self._group = group
-        self._lane = center.rule.lanes[0]
+        self._rule = center.rule
         self._tail = _Tail(center.rule)
         self._sums = _Sums(center.rule, group_size, share_of_round)
-        self._feedback = _Feedback(feedback, self._lane, group.num_workers)
+        self._feedback = _Feedback(feedback, center.rule, group.num_workers)
         self._codec = feedback.codec
         self._work: Work | None = None
-        num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
-        self._num_encoded = self._codec.num_bytes(num_weights)
+        num_values = len(self._rule.lanes) * center.weights.numel()
+        num_buffers = center.buffers.numel()
+        self._num_encoded = self._codec.num_bytes(num_values)
         start = -(-self._num_encoded // 4) * 4  # floats begin at a multiple of their size
         self._rest = center.weights.new_zeros(num_buffers + self._tail.size)
         self._buffers, self._numbers = self._rest[:num_buffers], self._rest[num_buffers:]
@@ -424,8 +439,8 @@ class GatheredExchange:
         self._message_rest = self._message[start:].view(self._rest.dtype)
         self._all = self._message.new_zeros((group.num_workers, self.num_bytes))
         self._all_rest = self._all[:, start:].view(self._rest.dtype)
-        self._total = torch.zeros_like(center.weights)
-        self._decoded = torch.zeros_like(center.weights)
+        self._total = center.weights.new_zeros(num_values)
+        self._decoded = torch.zeros_like(self._total)
         self._seen = torch.zeros_like(center.weights)
 
     def begin(
@@ -433,10 +448,9 @@ class GatheredExchange:
     ) -> None:
         """Encode the message and start to gather all messages."""
         assert self._work is None, "an exchange is in progress"
-        [values] = message.lanes.values()
-        values = toward_center(values, self.center.weights, distrust)
+        values = toward_center(self._rule.joined(message), self.center.weights, distrust)
         encoded = self._message[: self._num_encoded]
-        if self._lane.is_around_center:
+        if self._rule.ahead:
             codec = self._codec
             codec.encode(torch.sub(values, self.center.weights, out=self._total), out=encoded)
             codec.decode(encoded, out=self._decoded)
@@ -472,8 +486,9 @@ class GatheredExchange:
             *self._tail.read(self._numbers.tolist()),
         )
         sums = self._sums
-        if not self._lane.is_around_center:
-            return Arrival(sums.now, sums.header)
+        if not self._rule.ahead:
+            sent = self._rule.lanes_of(self._feedback.decoded)
+            return Arrival(sums.now, sums.header, sent=sent)
         self._total.add_(self.center.weights, alpha=sums.mail.weight)
         return Arrival(sums.now, sums.header, seen=self._seen)
 

@@ -244,7 +244,7 @@ class SyncStrategy:
         """Return the user's exchange tuning, or the one that earlier workers chose."""
         context, settings = self._context, self._config.exchange
         users = ExchangeTuning(
-            context.method.period, settings.delay, settings.compression, settings.fragments
+            context.method.period, settings.delay, context.method.compression, settings.fragments
         )
         # A resumed run may have a fixed period now, and then ignores the choice.
         if chosen is None or chosen == users or not context.method.finds_tuning:
@@ -344,7 +344,9 @@ class SyncStrategy:
                 center,
                 span=slice(*span),
                 round=self._round,
-                pieces=None if settings.packed else _pieces(context.flat.layer_sizes, span),
+                pieces=None
+                if settings.packed
+                else _pieces(context.flat.layer_sizes, span) * len(context.method.rule.lanes),
                 feedback=context.feedback_of(span, compression)
                 if context.method.leaves_out
                 else None,

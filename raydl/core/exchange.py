@@ -8,7 +8,7 @@ holds. ``Staging`` moves parameters between a device and host memory, for a cent
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,6 +74,8 @@ class Arrival:
     """Sums of the headers of all messages."""
     seen: Tensor | None = None
     """Weights as the center decoded and counted them, or None if no codec changed them."""
+    sent: Mapping[str, Tensor] | None = None
+    """The lanes of this worker's message as all decoded them, or None if no codec changed them."""
     pull: Tensor | None = None
     """Update that the replica subtracts, if the transport computed it while it moved the center.
     If None, the replica computes it from the center before the exchange."""

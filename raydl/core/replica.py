@@ -25,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, toward_center
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
-from raydl.core.rules import Message, ReplicaSpan, Rule, squared_distance
+from raydl.core.rules import Message, ReplicaSpan, Rule, Travelled, squared_distance
 from raydl.core.tensor_files import view_of
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.data.target import Key
@@ -199,20 +199,33 @@ class Replica:
         """Says how much a batch counts."""
         self.batch_count = 0.0
         """How much the last batch counted, without those of partners."""
-        self._counted = 0.0
-        """What all batches counted."""
-        self._num_begun: dict[int, float] = {}
-        self._num_sent: dict[int, float] = {}
-        self._kept_num_sent: dict[int, float] = {}
-        self._num_dropped = 0.0
+        self._travelled = Travelled()
+        """Since the start; the values of the dicts are those when the message of a span began."""
+        self._begun: dict[int, Travelled] = {}
+        self._arrived: dict[int, Travelled] = {}
+        self._kept_arrived: dict[int, Travelled] = {}
+        self._dropped = Travelled()
+        """When unsent gradients were last discarded."""
+        self._vectors = {name: torch.zeros_like(flat.weights) for name in rule.keeps}
+        """What the rule keeps, each of shape [num_parameters]."""
+        self._lanes = self._lane_memory()
+        self.exchanges: Sequence[Exchange] = ()
+        """All exchanges of the present round, for a rule that changes gradients."""
         self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
         self._reached_sent: dict[int, tuple[int, ...]] = {}
-        self._moves: list[tuple[slice, Tensor]] | None = None
+        self._moves: list[tuple[Tensor, Tensor]] | None = None
+        """Since ``keep``: parts of weights and kept vectors, and what was subtracted from each."""
         self.num_steps = 0
         """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
         """Workers that share this replica, or None."""
         self._distances = Distances()
+
+    def _lane_memory(self) -> dict[str, Tensor]:
+        """Return memory for each lane of a message, shape [num_parameters]."""
+        if len(self._rule.lanes) == 1 and not self._rule.keeps:
+            return {self._rule.lanes[0]: self._pull}  # free until the message has landed
+        return {lane: torch.empty_like(self.flat.weights) for lane in self._rule.lanes}
 
     def step(self, batch: Batch, step_plan: StepPlan = _NO_EXCHANGE) -> Stepped:
         """Take one local step, with the exchanges that begin and complete in it.
@@ -235,7 +248,7 @@ class Replica:
         """
 
         def gradient() -> tuple[Tensor, float]:
-            self._counted += 1.0
+            self._count(1.0)
             return self.flat.weights.new_zeros(()), 1.0
 
         return self._step(gradient, step_plan)[1]
@@ -246,7 +259,7 @@ class Replica:
         else:
             loss, arrivals = self._step_then_send(gradient, step_plan)
         for exchange in step_plan.join:
-            self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
+            self._arrived[exchange.span.start] = self._begun[exchange.span.start]
         return loss, arrivals[-1].sums if arrivals else None
 
     def _send_then_step(
@@ -282,7 +295,7 @@ class Replica:
         if self._rule.takes_steps:
             self._local_step(count)
         else:
-            self.num_steps += 1
+            self._count_step()
         try:
             self.begin(step_plan)
             arrivals = self._wait(step_plan)
@@ -321,7 +334,7 @@ class Replica:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()
             self._reached_sent[span.start] = tuple(self.flat.num_reached)
-        self._num_begun[span.start] = self._counted
+        self._begun[span.start] = self._travelled
 
     def _message(self, exchange: Exchange, step_plan: StepPlan) -> Message:
         """Return the rule's message for a span; it is not changed until the exchange is joined."""
@@ -331,29 +344,41 @@ class Replica:
             self._dynamic_weights.note_distance(
                 span.start, self._distance_squared(exchange, weights) ** 0.5
             )
-        return self._rule.compose(
-            self._view(exchange, step_plan),
-            center.weights,
-            center.state,
-            {lane.name: self._pull[span] for lane in self._rule.lanes},
+        replica = self._view(span)
+        replica.x = self._weights_sent(exchange, step_plan)
+        out = {lane: memory[span] for lane, memory in self._lanes.items()}
+        return self._rule.compose(replica, center.weights, center.state, out)
+
+    def _view(self, span: slice) -> ReplicaSpan:
+        """Return a span of this replica as the rule sees it."""
+        before = self._arrived.get(span.start, self._dropped)
+        return ReplicaSpan(
+            x=self.flat.weights[span],
+            gradient=self.flat.gradients[span],
+            since=self._travelled - before,
+            lr=self._lr,
+            vectors={name: vector[span] for name, vector in self._vectors.items()},
         )
 
-    def _view(self, exchange: Exchange, step_plan: StepPlan) -> ReplicaSpan:
-        """Return a span of this replica as the rule sees it when the message is composed."""
-        span = exchange.span
-        return ReplicaSpan(
-            x=self._weights_sent(exchange, step_plan),
-            gradient=self.flat.gradients[span],
-            samples=self._counted - self._num_sent.get(span.start, self._num_dropped),
-        )
+    @property
+    def _lr(self) -> float:
+        """The learning rate of the inner optimizer, 0 without one."""
+        return float(self._optimizer.param_groups[0].get("lr", 0.0)) if self._optimizer else 0.0
+
+    def _count(self, samples: float) -> None:
+        before = self._travelled
+        self._travelled = replace(before, samples=before.samples + samples)
+
+    def _count_step(self) -> None:
+        self.num_steps += 1
+        before = self._travelled
+        self._travelled = replace(before, steps=before.steps + 1, rates=before.rates + self._lr)
 
     def _check_message(self, message: Message, exchange: Exchange, distrust: float) -> None:
         """Raise a StepError if a message or the float buffers must not reach the center."""
         center, sent = exchange.center, {}
-        for lane in self._rule.lanes:
-            values = message.lanes[lane.name]
-            # Distrust is for weights alone.
-            sent[lane.name] = toward_center(values, center.weights, distrust)
+        for lane in self._rule.lanes:  # only weights, which are one lane, are distrusted
+            sent[lane] = toward_center(message.lanes[lane], center.weights, distrust)
         if center.buffers.numel():
             sent["float buffers"] = self.flat.buffers
         for name, values in sent.items():
@@ -424,7 +449,7 @@ class Replica:
                 if part_count
             ]
             self.flat.rebind()
-        self._counted += count
+        self._count(count)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _backward(self, part: Batch, share: float, scale: float) -> Tensor:
@@ -437,10 +462,15 @@ class Replica:
 
     def _local_step(self, count: float) -> None:
         """Step the inner optimizer, if the batch counts; without one, gradients accumulate."""
-        self.num_steps += 1
+        self._count_step()
         if self._optimizer is None:
             return
         with self._parts.measure("replica_update"):
+            if count and self._rule.tilts:
+                for exchange in self.exchanges:
+                    span = exchange.span
+                    gradient = self.flat.gradients[span]
+                    self._rule.tilt_(gradient, self._view(span), exchange.center.state)
             if count:
                 self._optimizer_step(self._optimizer)
             self.flat.gradients.zero_()
@@ -471,9 +501,10 @@ class Replica:
         self._local_step(count)
         with self._parts.measure("replica_update"):
             for exchange, pull in pulls:
-                self.flat.weights[exchange.span].sub_(pull)
+                weights = self.flat.weights[exchange.span]
+                weights.sub_(pull)
                 if self._moves is not None:
-                    self._moves.append((exchange.span, pull.clone()))
+                    self._moves.append((weights, pull.clone()))
         self._commit(step_plan)
 
     def _pull_of(self, exchange: Exchange, arrival: Arrival, step_plan: StepPlan) -> Tensor:
@@ -503,17 +534,24 @@ class Replica:
         self._commit(step_plan)
         with self._parts.measure("replica_update"):
             for exchange, arrival in zip(step_plan.join, arrivals, strict=True):
-                span, center = exchange.span, exchange.center
-                weights = self.flat.weights[span]
-                before = weights.clone() if self._moves is not None else None
-                landing = ReplicaSpan(weights, self.flat.gradients[span], samples=0.0)
-                if self._rule.takes_steps and exchange not in step_plan.begin:
-                    landing.sent = self._weights_sent(exchange, step_plan)
-                self._rule.land_(landing, center.weights, center.state, arrival.now)
-                if center.buffers.numel():
-                    self.flat.buffers.copy_(center.buffers)
-                if self._moves is not None and before is not None:
-                    self._moves.append((span, before.sub_(weights)))
+                self._land_span(exchange, arrival, step_plan)
+
+    def _land_span(self, exchange: Exchange, arrival: Arrival, step_plan: StepPlan) -> None:
+        span, center = exchange.span, exchange.center
+        replica = self._view(span)
+        replica.since = self._begun[span.start] - self._arrived.get(span.start, self._dropped)
+        if self._rule.keeps:
+            replica.sent = arrival.sent or {lane: v[span] for lane, v in self._lanes.items()}
+        if self._rule.takes_steps and exchange not in step_plan.begin:
+            replica.x_sent = self._weights_sent(exchange, step_plan)
+        changed = [replica.x, *replica.vectors.values()]
+        before = [tensor.clone() for tensor in changed] if self._moves is not None else []
+        self._rule.land_(replica, center.weights, center.state, arrival.now)
+        if center.buffers.numel():
+            self.flat.buffers.copy_(center.buffers)
+        if self._moves is not None:
+            moves = zip(changed, before, strict=True)
+            self._moves.extend((now, then.sub_(now)) for now, then in moves)
 
     def unsent_progress(self, exchanges: Sequence[Exchange], last_step: StepPlan) -> Tensor:
         """Return the progress since the messages of a round, shape [num_parameters].
@@ -533,15 +571,15 @@ class Replica:
 
     def keep(self) -> None:
         """Record the changes by exchanges from now on, for ``undo_``."""
-        self._moves, self._kept_num_sent = [], dict(self._num_sent)
+        self._moves, self._kept_arrived = [], dict(self._arrived)
 
     def undo_(self) -> None:
         """Undo the changes by exchanges since ``keep``; local steps are kept."""
         if self._moves is None:
             return
-        for span, move in self._moves:
-            self.flat.weights[span].add_(move)
-        self._moves, self._num_sent = None, self._kept_num_sent
+        for tensor, move in self._moves:
+            tensor.add_(move)
+        self._moves, self._arrived = None, self._kept_arrived
 
     def _commit(self, step_plan: StepPlan) -> None:
         with self._parts.measure("center_update"):
@@ -586,13 +624,15 @@ class Replica:
         self.become(weights, buffers)
         if self._optimizer is not None:
             self._optimizer = self._make_optimizer([self.flat.weights])
+        for vector in self._vectors.values():
+            vector.zero_()
         self._distances = Distances()
         self._dynamic_weights = DynamicWeights(is_on=self._dynamic_weights.is_on)
 
     def _drop_gradients(self) -> None:
         """Discard unsent gradients, and what their samples count."""
         self.flat.gradients.zero_()
-        self._num_sent, self._num_dropped = {}, self._counted
+        self._arrived, self._dropped = {}, self._travelled
         self._reached_sent, self._reached_before = {}, tuple(self.flat.num_reached)
 
     def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
@@ -609,7 +649,8 @@ class Replica:
             optimizer = copied_to_cpu(self._optimizer_state())
             torch.save({**optimizer, "untrained": non_trainable}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
-        differed = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
+        tensors = [self.flat.weights, self.flat.buffers, *self._vectors.values()]
+        differed = partners.copy_first_(tensors, is_first=is_first)
         if not is_first:
             first = torch.load(io.BytesIO(content), weights_only=True)
             self.flat.non_trainable.load(first["untrained"])
@@ -670,6 +711,7 @@ class Replica:
             "weights": self.flat.weights.detach(),
             "buffers": self.flat.buffers.detach(),
             "gradients": self.flat.gradients.detach(),
+            "vectors": dict(self._vectors),
             **self._optimizer_state(),
         }
 
@@ -684,8 +726,8 @@ class Replica:
             "untrained": {name: view_of(a) for name, a in self.flat.non_trainable.own().items()},
             "distances": self._distances.state(),
             "trust": self._dynamic_weights.state(),
-            "num_seen": self._counted,
-            "num_sent": dict(self._num_sent),
+            "travelled": astuple(self._travelled),
+            "arrived": {start: astuple(then) for start, then in self._arrived.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
@@ -706,5 +748,17 @@ class Replica:
         self._load_optimizer(state, num_elements=num_elements, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])
-        self._counted, self._num_sent = state["num_seen"], dict(state["num_sent"])
-        self._num_dropped = self._counted
+        for name, vector in self._vectors.items():
+            if name in state.get("vectors", {}):  # else zeros: the method was another one
+                vector.zero_()[:num_elements].copy_(state["vectors"][name])
+        self._load_travelled(state)
+
+    def _load_travelled(self, state: Mapping[str, Any]) -> None:
+        if "travelled" in state:
+            self._travelled = Travelled(*state["travelled"])
+            arrived = state["arrived"].items()
+            self._arrived = {start: Travelled(*then) for start, then in arrived}
+        else:  # of an earlier version, which counted samples alone
+            self._travelled = Travelled(state["num_seen"])
+            self._arrived = {start: Travelled(n) for start, n in state["num_sent"].items()}
+        self._dropped = self._travelled

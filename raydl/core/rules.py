@@ -94,18 +94,21 @@ def lr_factor(
 
 
 @dataclass(frozen=True)
-class Lane:
-    """One vector of a message, and how it travels."""
+class Travelled:
+    """What a replica has done, since its start or since a message."""
 
-    name: str
-    is_around_center: bool = False
-    """Whether its values lie around the center's, as weights do. A codec then encodes the
-    difference to the center, and what it leaves out is part of the next difference. Of all other
-    lanes it is kept, and added to the next message (``raydl.core.compression``)."""
-    is_sum: bool = False
-    """Whether the vector is a sum that has its weight already, as a sum of gradients has."""
-    decay: float = 1.0
-    """Share of what a codec has left out that the next message takes along; 1 loses nothing."""
+    samples: float = 0.0
+    """What its samples count: their number, or what the loss is a mean over, such as labelled
+    tokens (``raydl.tasks.Counter``)."""
+    steps: int = 0
+    """Local steps, those without samples too."""
+    rates: float = 0.0
+    """Sum of the learning rates of these steps."""
+
+    def __sub__(self, before: Travelled) -> Travelled:
+        return Travelled(
+            self.samples - before.samples, self.steps - before.steps, self.rates - before.rates
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,9 @@ class Now:
     share_of_round: float = 1.0
     """Local steps of this round / those of a whole round, in [0, 1]: below 1 where samples run out,
     as in the last round of a run. Progress is in proportion to it; momentum would not be."""
+    staleness: int = 0
+    """Messages of others that moved the center since this worker received it; 0 if all workers
+    exchange at once."""
 
 
 @dataclass
@@ -183,13 +189,20 @@ class ReplicaSpan:
     gradient: Tensor
     """Sum of the gradients of all batches since the last message, each times what it counts, of a
     rule whose replicas take no steps; shape [n]."""
-    samples: float
-    """What the samples since the last message count: their number, or what the loss is a mean
-    over, such as labelled tokens (``raydl.tasks.Counter``)."""
-    steps: int = 0
-    """Local steps since the last message."""
-    sent: Tensor | None = None
-    """Its weights when the message was composed, shape [n]; None: nothing has changed since."""
+    since: Travelled = Travelled()
+    """What it has done since the last message."""
+    lr: float = 0.0
+    """Learning rate of its newest step."""
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What it keeps between messages, by the names in ``Rule.keeps``, shape [n]; at first zeros."""
+    x_sent: Tensor | None = None
+    """Its weights when the message was composed, shape [n]; None: no step was taken since."""
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
+    """The lanes of its newest message as the receivers decoded them, when it lands, for a rule
+    with ``keeps``."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vectors[name]
 
 
 @dataclass(frozen=True)
@@ -211,14 +224,19 @@ class Rule:
     D = c - x, and then follows the center. It needs ``merge_`` alone.
 
     Attributes:
-        lanes: the vectors of a message.
+        lanes: names of the vectors of a message.
         numbers: names of the numbers of a message, beside its weight.
+        keeps: names of vectors that each replica keeps between messages.
         shared: names of vectors beside the center.
         shared_numbers: names of numbers beside the center.
-        ahead: whether the message is composed before a local step and travels while the gradient
-            is computed; the replica then subtracts ``pull`` and keeps its own weights.
-        takes_steps: False for a replica that sums gradients up instead of stepping; the user's
-            optimizer is then at the center (``State.step_along_``).
+        ahead: whether the message is the weights before a local step, and travels while the
+            gradient is computed; the replica then subtracts ``pull`` and keeps its own weights.
+            A codec encodes the difference to the center; what it leaves out is in the next one.
+        takes_steps: False for a replica that sums gradients up instead of stepping, and sends the
+            sum. The user's optimizer is then at the center (``State.step_along_``).
+        compression: default codec of the messages; see ``raydl.core.codecs``.
+        feedback_decay: share of what a codec has left out that the next message takes along, in
+            [0, 1]; at 1 nothing is lost.
         strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
         period: default number of local steps between exchanges.
         name: name of a method of ``raydl.methods``.
@@ -231,12 +249,15 @@ class Rule:
         steps_by_speed: whether slower workers always take fewer local steps.
     """
 
-    lanes: tuple[Lane, ...] = (Lane("progress"),)
+    lanes: tuple[str, ...] = ("progress",)
     numbers: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     shared_numbers: tuple[str, ...] = ()
     ahead: bool = False
     takes_steps: bool = True
+    compression: str = "none"
+    feedback_decay: float = 1.0
     strategy: str = "sync"
     period: int = 10
     name: str = ""
@@ -265,7 +286,8 @@ class Rule:
         Args:
             replica: its span.
             center: as this worker last received it, shape [n].
-            state: what is beside that center; empty where the center is elsewhere.
+            state: what is beside that center; empty in methods in which the center is elsewhere
+                (those with messages).
             out: by lane, memory for a vector, shape [n].
         """
         return Message({"progress": torch.sub(center, replica.x, out=out["progress"])})
@@ -279,10 +301,13 @@ class Rule:
 
         The default follows the center, and keeps the steps since the message was composed.
         """
-        if replica.sent is None:
+        if replica.x_sent is None:
             replica.x.copy_(center)
         else:
-            replica.x.sub_(replica.sent).add_(center)
+            replica.x.sub_(replica.x_sent).add_(center)
+
+    def tilt_(self, gradient: Tensor, replica: ReplicaSpan, state: State) -> None:
+        """Change the mean gradient of a batch, shape [n], in place before a local step."""
 
     def pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> Tensor:
         """Return what the replica subtracts after its local step, shape [n], if sent ``ahead``.
@@ -321,20 +346,36 @@ class Rule:
             The squared distance of the two before the update.
         """
         squares = self.measured_pull(replica, center, now, out=out)
-        mail = Mail({self.lanes[0].name: replica.clone()}, count=1, weight=1.0)
+        mail = Mail({self.lanes[0]: replica.clone()}, count=1, weight=1.0)
         self.merge_(center, mail, State(), now)
         return squares
 
     @property
     def sends_weights_alone(self) -> bool:
         """Whether a message is the replica's weights, and nothing is kept beside the center."""
-        is_one = len(self.lanes) == 1 and self.lanes[0].is_around_center and not self.numbers
-        return self.ahead and is_one and not self.has_state
+        return self.ahead and not self.numbers and not self.has_state
 
     @property
     def has_state(self) -> bool:
         """Whether anything is kept beside the center."""
         return bool(self.shared or self.shared_numbers) or not self.takes_steps
+
+    @property
+    def tilts(self) -> bool:
+        """Whether it changes the gradients of local steps."""
+        return type(self).tilt_ is not Rule.tilt_
+
+    def lanes_of(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the lanes of a message whose lanes follow each other in one vector."""
+        return dict(zip(self.lanes, values.view(len(self.lanes), -1), strict=True))
+
+    def joined(self, message: Message) -> Tensor:
+        """Return the lanes of a message one after the other, shape [num_lanes * n].
+
+        One lane is returned as it is.
+        """
+        lanes = [message.lanes[name] for name in self.lanes]
+        return lanes[0] if len(lanes) == 1 else torch.cat(lanes)
 
 
 def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:

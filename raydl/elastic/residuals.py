@@ -12,7 +12,7 @@ from raydl.core.saved_state import SavedState
 
 def may_leave_out(config: TrainConfig, method: Method) -> bool:
     """Whether messages of a run may leave something out for later ones: see ``ErrorFeedback``."""
-    is_lossy = config.exchange.compression != "none" or method.finds_tuning
+    is_lossy = method.compression != "none" or method.finds_tuning
     return is_lossy and method.leaves_out
 
 

@@ -42,7 +42,8 @@ class Choice:
         self.fewest = max(1, config.scaling.min_workers)
         self.steps_of_fragment = method.period // config.exchange.fragments
         self.wanted_workers = config.scaling.wanted()
-        self.is_compressed = parse_codec(config.exchange.compression).name != "none"
+        self.compression = method.compression
+        self.is_compressed = parse_codec(method.compression).name != "none"
 
     @property
     def uneven_count(self) -> int:
@@ -172,7 +173,7 @@ CONFLICTS = (
     Conflict(
         "exchange.allreduce",
         lambda x: x.exchange.allreduce != "library",
-        "has no meaning with exchange.compression {x.exchange.compression}: compressed messages "
+        "has no meaning with exchange.compression {x.compression}: compressed messages "
         "are gathered, not reduced",
         of_compression=True,
     ),

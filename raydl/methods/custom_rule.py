@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from raydl.config import MethodConfig
 from raydl.config.custom_code import load_own
 from raydl.config.learning import STRATEGIES
-from raydl.core.rules import Lane, Mail, Message, Now, ReplicaSpan, Rule, State
+from raydl.core.rules import Mail, Message, Now, ReplicaSpan, Rule, State, Travelled
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
 
@@ -30,6 +30,7 @@ _NUM_UPDATES = 16
 _SETTINGS: dict[str, type] = {
     "lanes": tuple,
     "numbers": tuple,
+    "keeps": tuple,
     "shared": tuple,
     "shared_numbers": tuple,
     "ahead": bool,
@@ -38,7 +39,7 @@ _SETTINGS: dict[str, type] = {
     "period": int,
 }
 """Attributes of a rule, and the type of each."""
-_NAMES = ("numbers", "shared", "shared_numbers")
+_NAMES = ("lanes", "numbers", "keeps", "shared", "shared_numbers")
 _NOW = Now(2)
 _SIMILARITY = 0.75
 _CPU = torch.device("cpu")
@@ -159,11 +160,7 @@ def _own_values(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _check_names(rule: Rule, name: str) -> None:
-    """Raise a ConfigError for lanes and names of another type."""
-    lanes: Any = rule.lanes
-    if not (isinstance(lanes, tuple) and len(lanes) == 1 and isinstance(lanes[0], Lane)):
-        problem = f"{name}.lanes must be a tuple of one Lane, got {lanes!r}"
-        raise ConfigError("method.name", problem)
+    """Raise a ConfigError for names and switches of another type."""
     for key in _NAMES:
         names: Any = getattr(rule, key)
         if not (isinstance(names, tuple) and all(isinstance(n, str) for n in names)):
@@ -173,6 +170,10 @@ def _check_names(rule: Rule, name: str) -> None:
         if not isinstance(getattr(rule, key), bool):
             problem = f"{name}.{key} must be True or False, got {getattr(rule, key)!r}"
             raise ConfigError("method.name", problem)
+    is_simple = rule.ahead or not rule.takes_steps
+    if not rule.lanes or (is_simple and len(rule.lanes) != 1):
+        wanted = "one name, since it sends its weights or gradients" if is_simple else "names"
+        raise ConfigError("method.name", f"{name}.lanes must have {wanted}, got {rule.lanes!r}")
     if rule.ahead and not rule.takes_steps:
         raise ConfigError(
             "method.name",
@@ -218,16 +219,20 @@ def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
     """Compose a message twice: both are equal, fit the lanes, and change nothing."""
     messages = []
     for _ in range(2):
-        replica = ReplicaSpan(values.clone(), values.roll(1), samples=8.0, steps=2)
-        center, state = values.flip(0), _trial_state(rule, values)
-        out = {lane.name: torch.full_like(values, torch.nan) for lane in rule.lanes}
+        kept = {name: torch.zeros_like(values) for name in rule.keeps}
+        replica = ReplicaSpan(values.clone(), values.roll(1), Travelled(8.0, 2, 0.2), 0.1, kept)
+        # With messages a worker does not have what is beside the center.
+        state = _trial_state(rule, values) if rule.strategy == "sync" else State()
+        center, given = values.flip(0), copy.deepcopy(state)
+        out = {lane: torch.full_like(values, torch.nan) for lane in rule.lanes}
         message: Any = rule.compose(replica, center, state, out)
         _check_message(rule, name, message, values)
         if not (
             torch.equal(replica.x, values)
             and torch.equal(replica.gradient, values.roll(1))
             and torch.equal(center, values.flip(0))
-            and _is_same(state, _trial_state(rule, values))
+            and _is_same(state, given)
+            and not any(bool(vector.any()) for vector in kept.values())
         ):
             raise ConfigError(
                 "method.name",
@@ -245,9 +250,8 @@ def _check_message(rule: Rule, name: str, message: Any, values: Tensor) -> None:
     if not isinstance(message, Message):
         problem = f"{name}.compose() must return a raydl.core.rules.Message, got {message!r}"
         raise ConfigError("method.name", problem)
-    names = [lane.name for lane in rule.lanes]
-    if message.lanes.keys() != set(names):
-        problem = f"{name}.compose() must return lanes {names}, got {[*message.lanes]}"
+    if message.lanes.keys() != set(rule.lanes):
+        problem = f"{name}.compose() must return lanes {[*rule.lanes]}, got {[*message.lanes]}"
         raise ConfigError("method.name", problem)
     for lane, vector in message.lanes.items():
         _refuse_other_shape(f"{name}.compose() must return {lane} as", vector, values)
@@ -291,8 +295,8 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
         state.step_along_ = _sgd_at(center)
     count = 2 if rule.strategy == "sync" else 1
     for number in range(_NUM_UPDATES):
-        sums = {lane.name: values.roll(number) for lane in rule.lanes}
-        weight = 8.0 if any(lane.is_sum for lane in rule.lanes) else float(count)
+        sums = {lane: values.roll(number + i) for i, lane in enumerate(rule.lanes)}
+        weight = float(count) if rule.takes_steps else 8.0
         numbers = dict.fromkeys(rule.numbers, weight)
         rule.merge_(center, Mail(sums, count, weight, numbers), state, _NOW)
         if number + 1 >= least and not torch.equal(center, before):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from raydl.core.rules import Lane, LocalStep, Mail, Message, Now, ReplicaSpan, Rule, State
+from raydl.core.rules import LocalStep, Mail, Message, Now, ReplicaSpan, Rule, State
 
 
 class MeanGradient(Rule):
@@ -20,7 +20,7 @@ class MeanGradient(Rule):
     batch. (SC17, eq. 3 and 4, at the master.)
     """
 
-    lanes = (Lane("gradient", is_sum=True),)
+    lanes = ("gradient",)
     takes_steps = False
     period = 1
 
@@ -29,7 +29,7 @@ class MeanGradient(Rule):
     ) -> Message:
         """Return the sum of n * g, which weighs n."""
         gradient = out["gradient"].copy_(replica.gradient)
-        return Message({"gradient": gradient}, weight=replica.samples)
+        return Message({"gradient": gradient}, weight=replica.since.samples)
 
     def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
         """Step the optimizer along the mean gradient."""

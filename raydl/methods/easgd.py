@@ -24,7 +24,6 @@ from torch import Tensor
 
 from raydl.config import MethodConfig
 from raydl.core.rules import (
-    Lane,
     LocalStep,
     Mail,
     Message,
@@ -87,7 +86,7 @@ class Elastic(Rule):
         beta: p * alpha, in (0, 1].
     """
 
-    lanes = (Lane("weights", is_around_center=True),)
+    lanes = ("weights",)
     ahead = True
 
     def __init__(self, beta: float) -> None:

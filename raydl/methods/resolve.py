@@ -50,12 +50,13 @@ def resolve(
         inner=dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
         if kind.has_momentum_at_center
         else optimizer,
+        compression=config.exchange.compression or given.compression,
         own_optimizer=own_optimizer,
         has_custom_rule=own_rule is not None,
     )
     check_optimizer(method.inner, method.own_optimizer)
     check_conflicts(config, method)
-    try_codec(config.exchange.compression)
+    try_codec(method.compression)
     return method
 
 
@@ -114,4 +115,5 @@ def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
             config.method, period=AUTO if method.finds_tuning else method.period
         ),
         optimizer=method.optimizer,
+        exchange=dataclasses.replace(config.exchange, compression=method.compression),
     )

@@ -102,7 +102,7 @@ class AsyncStrategy:
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
         size, settings = weights.size, self._config.exchange
-        fragments, compression = settings.fragments, settings.compression
+        fragments, compression = settings.fragments, self._context.method.compression
         by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
         self._context.redistribute_residuals(sorted(part for parts in by_shard for part in parts))
         mapped = self._open_cells()
@@ -126,7 +126,7 @@ class AsyncStrategy:
                     mirror,
                     span=span,
                     shards=shards,
-                    rule=self._context.method.rule,
+                    method=self._context.method,
                     is_last=is_last,
                     session=self._session,
                     feedback=lambda part: self._context.feedback_of(part, compression),

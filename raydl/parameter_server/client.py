@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Mirror
+from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import (
     Arrival,
@@ -19,8 +21,9 @@ from raydl.core.exchange import (
     mean_message,
     toward_center,
 )
+from raydl.core.method import Method
 from raydl.core.non_trainable import BufferChanges, NonTrainableState
-from raydl.core.rules import Message, Now, Rule
+from raydl.core.rules import Message, Now
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeError
 from raydl.parameter_server.protocol import (
@@ -52,7 +55,7 @@ class MessageExchange:
         mirror: the fragment of the center as this worker last received it; moved in place.
         span: the fragment's span.
         shards: (shard, span) of each part of the fragment.
-        rule: of the exchange.
+        method: of the exchange; its codec, of which there is one for all parts, answers, too.
         is_last: whether a round ends with this exchange.
         session: numbers the messages and makes the completions.
         feedback: returns the codec of a part, with its residual so far.
@@ -65,7 +68,7 @@ class MessageExchange:
         *,
         span: slice,
         shards: Sequence[tuple[int, Span]],
-        rule: Rule,
+        method: Method,
         is_last: bool,
         session: ClientSession,
         feedback: Callable[[Span], ErrorFeedback],
@@ -76,14 +79,14 @@ class MessageExchange:
         self._shards = list(shards)
         if is_last and HOME not in [shard for shard, _ in shards]:
             self._shards.append((HOME, (0, 0)))
-        self._rule = rule
-        self._lane = rule.lanes[0]
+        self._rule = method.rule
         self._is_last = is_last
         self._session = session
         self._feedback = {part: feedback(part) for _, part in shards}
         self._staging = {part: Staging() for _, part in shards}
         self._staging_of_buffers = Staging()
-        self._is_plain = all(f.codec.name == "none" for f in self._feedback.values())
+        self._codec = parse_codec(method.compression)
+        self._is_plain = self._codec.name == "none"
         self._seen = torch.empty_like(mirror.weights[: 0 if self._is_plain else None])
         self._pending: list[tuple[Span, PendingResponse]] = []
         self._responses: list[tuple[Span, Response]] = []
@@ -106,11 +109,10 @@ class MessageExchange:
             session.takes_turn = False
             self._client.take_turn(session.next_message_id())
         self._now = session.now()
-        [whole] = message.lanes.values()
         self._distrust = distrust
         for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
-            values = self._encoded(whole.detach(), part, message.weight)
+            values = self._encoded(message, part)
             session.num_bytes += values.nbytes
             request = session.make_request(
                 header, part, values, buffers if is_home else None, message, distrust=distrust
@@ -123,26 +125,28 @@ class MessageExchange:
         """Return a part's slice of this fragment."""
         return slice(part[0] - self.span.start, part[1] - self.span.start)
 
-    def _encoded(self, whole: Tensor, part: Span, weight: float) -> np.ndarray:
+    def _encoded(self, message: Message, part: Span) -> np.ndarray:
         """Return the values to send to one shard: floats, or a codec's bytes."""
         if part[0] == part[1]:
             return NOTHING
-        values, feedback = whole[self._at(part)], self._feedback[part]
+        lanes = {name: lane.detach()[self._at(part)] for name, lane in message.lanes.items()}
+        values, feedback = self._rule.joined(replace(message, lanes=lanes)), self._feedback[part]
+        weight, is_sum = message.weight, not self._rule.takes_steps
         if self._is_plain and not feedback.holds_back:
             feedback.clear()
-            if not (self._lane.is_sum or weight == 1):
+            if not (is_sum or weight == 1):
                 values = values * weight
             return self._staging[part].fetch(values)
-        if not self._lane.is_around_center:
-            mean = mean_message(values, weight) if self._lane.is_sum else values.contiguous()
-            message = feedback.encode(mean, share=float(weight > 0))
+        if not self._rule.ahead:
+            mean = mean_message(values, weight) if is_sum else values.contiguous()
+            encoded = feedback.encode(mean, share=float(weight > 0))
             if self._is_plain:  # the first messages since the codec was changed to none
-                message = feedback.decoded.mul_(weight)
-            return np.array(message.cpu().numpy())
+                encoded = feedback.decoded.mul_(weight)
+            return np.array(encoded.cpu().numpy())
         mirror, seen = self.center.weights[self._at(part)], self._seen[self._at(part)]
-        message = feedback.codec.encode(torch.sub(values, mirror, out=seen))
-        feedback.codec.decode(message, out=seen).add_(mirror)
-        return np.asarray(message.cpu().numpy())
+        encoded = self._codec.encode(torch.sub(values, mirror, out=seen))
+        self._codec.decode(encoded, out=seen).add_(mirror)
+        return np.asarray(encoded.cpu().numpy())
 
     def wait(self) -> Arrival:
         """Wait for the answers of all shards.
@@ -156,10 +160,20 @@ class MessageExchange:
             self._session.raise_if(response.refusal)
         if self._rule.ahead:
             self._update_mirror()
-        if self._is_plain or not self._lane.is_around_center:
+        if not self._rule.ahead:
+            return Arrival(self._now, sent=self._decoded_lanes())
+        if self._is_plain:
             return Arrival(self._now)
         seen = toward_center(self._seen, self.center.weights, self._distrust)
         return Arrival(self._now, seen=seen)
+
+    def _decoded_lanes(self) -> dict[str, Tensor] | None:
+        """Return the lanes of the message as the shards decoded them, if a rule keeps them."""
+        if self._is_plain or not self._rule.keeps:
+            return None
+        num_lanes = len(self._rule.lanes)
+        parts = [feedback.decoded.view(num_lanes, -1) for feedback in self._feedback.values()]
+        return self._rule.lanes_of(torch.cat(parts, dim=1).view(-1))
 
     def commit(self) -> None:
         """Accept the answers; the center itself moved when it received the messages."""
@@ -182,7 +196,7 @@ class MessageExchange:
                 self._staging[part].put_(mirror, values)
             elif part[0] < part[1]:
                 message = torch.tensor(values, device=mirror.device)
-                change = self._feedback[part].codec.decode(message, out=torch.empty_like(mirror))
+                change = self._codec.decode(message, out=torch.empty_like(mirror))
                 mirror.add_(change)
             if response.buffers.size and self.center.buffers.numel():
                 self._staging_of_buffers.put_(self.center.buffers, response.buffers)

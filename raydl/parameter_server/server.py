@@ -67,7 +67,7 @@ def make_shard(
         rule=method.rule,
         make_optimizer=make_optimizer(method.inner, method.own_optimizer),
         is_locked=method.strategy != "hogwild",
-        codec=parse_codec(exchange.compression),
+        codec=parse_codec(method.compression),
         coordinator=coordinator,
         node=node if can_be_shared(job.config, method) else None,
         lock_timeout_s=exchange.timeout_s,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Center, MakeOptimizer
-from raydl.core.codecs import Codec
+from raydl.core.codecs import Codec, side_by_side
 from raydl.core.exchange import toward_center
 from raydl.core.membership import Membership
 from raydl.core.rules import Mail, Now, Rule, mix_buffers_
@@ -81,6 +81,10 @@ class _Cell:
     """Free memory for messages; as many tensors as there were messages at one time."""
     codec_states: dict[str, _CodecState] = field(default_factory=dict)
     """By worker; empty without a codec."""
+    num_messages: int = 0
+    """Messages that moved the center."""
+    answered: dict[str, int] = field(default_factory=dict)
+    """By worker, how many had moved it when the worker was last answered."""
     applied: dict[tuple[str, int], int] = field(default_factory=dict)
     """By worker and the generation that it entered, the number of its newest message that was
     applied; -1: none was. Also of former members, which may not have received the answer."""
@@ -143,7 +147,7 @@ class _Cell:
         try:
             scratch = self.scratch.pop()  # atomic: no two threads get the same tensor
         except IndexError:
-            scratch = torch.empty_like(self.center.weights)
+            scratch = torch.empty(values.size, dtype=self.center.weights.dtype)
         np.copyto(scratch.numpy(), values)
         yield scratch
         self.scratch.append(scratch)
@@ -191,7 +195,6 @@ class Shard:
     ) -> None:
         self._node = node
         self._rule = rule
-        [self._lane] = rule.lanes
         self._codec = None if codec is None or codec.name == "none" else codec
         self._coordinator = coordinator
         self._buffers = buffers.clone()
@@ -240,8 +243,9 @@ class Shard:
             }
             self._calls = {w: self._calls[w] if w in before else AppliedCalls() for w in members}
         for cell in self._cells.values():
-            if not self._lane.is_around_center:  # else messages leave out nothing
+            if not self._rule.ahead:  # else messages leave out nothing
                 cell.remember(members)
+            cell.answered = {w: n for w, n in cell.answered.items() if w in before and w in members}
             if cell.mapped:
                 cell.mapped.admit(members)
         return self.state(members)
@@ -343,15 +347,20 @@ class Shard:
             before = _copied(cell.center.weights) if self._rule.ahead else None
             if is_new:
                 with cell.copied(request.weights) as total:
-                    self._apply(cell.center, total, request)
+                    self._apply(cell, total, request)
             return _copied(cell.center.weights) if before is None else before
 
-    def _apply(self, center: Center, total: Tensor, request: Request) -> None:
+    def _apply(self, cell: _Cell, total: Tensor, request: Request) -> None:
+        center, worker_id = cell.center, request.message_id.worker_id
         center.set_lr(request.lr)
         total = toward_center(total, center.weights, request.distrust)
         numbers = {name: number * request.weight for name, number in request.numbers.items()}
-        mail = Mail({self._lane.name: total}, count=1, weight=request.weight, numbers=numbers)
-        center.apply_(mail, center.buffers, Now(request.num_workers, request.share_of_round))
+        mail = Mail(self._rule.lanes_of(total), count=1, weight=request.weight, numbers=numbers)
+        staleness = cell.num_messages - cell.answered.get(worker_id, cell.num_messages)
+        now = Now(request.num_workers, request.share_of_round, staleness)
+        center.apply_(mail, center.buffers, now)
+        cell.num_messages += 1
+        cell.answered[worker_id] = cell.num_messages
 
     def _move_compressed(self, cell: _Cell, codec: Codec, request: Request) -> np.ndarray | None:
         """Move a span by an encoded message, and return the encoded answer.
@@ -369,25 +378,26 @@ class Shard:
                 return None
             if state.answered < request.message_id.sequence:
                 cell.note_applied(request.message_id)
-                state.answer = self._answer(state, cell.center, codec, request)
+                state.answer = self._answer(state, cell, codec, request)
                 state.answered = request.message_id.sequence
             return state.answer
 
     def _answer(
-        self, state: _CodecState, center: Center, codec: Codec, request: Request
+        self, state: _CodecState, cell: _Cell, codec: Codec, request: Request
     ) -> np.ndarray:
         """Apply an encoded message, and return the encoded answer."""
-        total = torch.empty_like(center.weights)
-        codec.decode(torch.tensor(request.weights), out=total)
-        if not self._lane.is_around_center:
+        center, num_lanes = cell.center, len(self._rule.lanes)
+        total = center.weights.new_empty(num_lanes * center.weights.numel())
+        side_by_side(codec, num_lanes).decode(torch.tensor(request.weights), out=total)
+        if not self._rule.ahead:
             total.mul_(request.weight)
-            self._apply(center, total, request)
+            self._apply(cell, total, request)
             return _catch_up(state.mirror, center.weights, codec)
         total.add_(state.mirror)
         answer = _catch_up(state.mirror, center.weights, codec)
         # As if the center were where the worker's mirror is: c + (x - mirror).
         total.sub_(state.mirror).add_(center.weights)
-        self._apply(center, total, request)
+        self._apply(cell, total, request)
         return answer
 
     def state(self, members: dict[str, int] | None = None) -> ShardState:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from raydl.config import TrainConfig
 from raydl.core.center import Mirror
-from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Arrival, Header
 from raydl.core.method import Method
 from raydl.core.rules import Message, Now, Rule
@@ -68,7 +67,7 @@ def can_be_shared(config: TrainConfig, method: Method) -> bool:
         and method.strategy in ("async", "hogwild")
         and rule.sends_weights_alone
         and not config.method.dynamic_weights
-        and parse_codec(config.exchange.compression).name == "none"
+        and method.compression == "none"
         and config.scaling.device == "cpu"
     )
 

@@ -212,8 +212,9 @@ class Worker:
         self.replica.load_state_dict(own_state["replica"], copies=False)
         self.runner.local_step = own_state["local_step"]
         self.runner.losses.load_state_dict(own_state)
-        tuning = snapshot.tuning or self._job.config.exchange
-        self.runner.load_feedback(own_state["feedback"], tuning.compression)
+        tuned = snapshot.tuning
+        compression = tuned.compression if tuned else self._method.compression
+        self.runner.load_feedback(own_state["feedback"], compression)
         load_generators(own_state["generators"], self._device)
         is_old = own_state.get("round", snapshot.progress.round) != snapshot.progress.round
         has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger

@@ -21,7 +21,6 @@ import torch
 from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
-from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback, LostResidual
 from raydl.core.exchange import Header, Partners, StepPlan
 from raydl.core.job import Job
@@ -207,10 +206,10 @@ class RoundRunner:
             state: start, stop and state of each span.
             compression: codec of the messages from now on.
         """
-        codec = parse_codec(compression)
+        codec, decay = self._method.codec(compression), self._method.rule.feedback_decay
         self.feedback.clear()
         for start, stop, saved in state:
-            feedback = self.feedback[start, stop] = ErrorFeedback(codec)
+            feedback = self.feedback[start, stop] = ErrorFeedback(codec, decay=decay)
             feedback.load_state_dict(saved if "of" in saved else self._of_mean(saved))
         self.residual = self._norm_of_residuals()
         if unknown := math.hypot(*(saved.get("unanswered", 0.0) for *_, saved in state)):
@@ -286,6 +285,7 @@ class RoundRunner:
             self._sync.step_s = self.step_s
             if len(strategy.exchanges) > 1:  # they commit one by one
                 self.replica.keep()
+        self.replica.exchanges = strategy.exchanges
         self._opened_at = time.perf_counter(), self._waited()
         round = strategy.next_round(self.local_step)
         self._steps_since = time.perf_counter(), self._waited()

@@ -613,7 +613,7 @@ class Attached(Optimizer):
             self._loaded_non_trainable = {**untrained, **others}
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
-        compression = self._job.config.exchange.compression
+        compression = self._method.compression
         self._runner.load_feedback(state.get("feedback", []), compression)  # not in earlier states
         self._runner.local_step = state["local_step"]
 
