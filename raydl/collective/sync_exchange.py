@@ -147,7 +147,8 @@ class _Tail:
         """How many numbers it has."""
 
     def write(self, out: Tensor, message: Message, header: Header) -> None:
-        """Write the numbers, those of the rule times the weight of the message."""
+        """Write the numbers, with the weight of the message, and those of the rule times it."""
+        header = replace(header, weight=message.weight)
         own = [message.numbers[name] * message.weight for name in self._names]
         out.copy_(torch.tensor([*header.numbers(), *own], dtype=out.dtype))
 

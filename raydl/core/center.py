@@ -99,7 +99,7 @@ class Center:
             now: of the exchange.
         """
         if mail.weight:
-            self.rule.merge_(self.weights, mail, self.state, now)
+            self.rule.merge_(self.weights.detach(), mail, self.state, now)
         mix_buffers_(
             self.buffers, total_buffers, num_messages=mail.count, num_workers=now.num_workers
         )

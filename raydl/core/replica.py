@@ -329,7 +329,7 @@ class Replica:
         message = self._message(exchange, step_plan)
         f = self._dynamic_weights.distrust_at(span.start)
         self._check_message(message, exchange, f)
-        exchange.begin(message, self.flat.buffers, replace(header, weight=message.weight), f)
+        exchange.begin(message, self.flat.buffers, header, f)
         if not self._rule.takes_steps:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()

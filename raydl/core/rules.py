@@ -229,11 +229,9 @@ class Rule:
         keeps: names of vectors that each replica keeps between messages.
         shared: names of vectors beside the center.
         shared_numbers: names of numbers beside the center.
-        ahead: whether the message is the weights before a local step, and travels while the
-            gradient is computed; the replica then subtracts ``pull`` and keeps its own weights.
-            A codec encodes the difference to the center; what it leaves out is in the next one.
-        takes_steps: False for a replica that sums gradients up instead of stepping, and sends the
-            sum. The user's optimizer is then at the center (``State.step_along_``).
+        ahead: see ``AheadRule``; its replicas subtract ``pull`` and keep their own weights.
+        takes_steps: False: see ``GradientRule``; the user's optimizer is then at the center
+            (``State.step_along_``).
         compression: default codec of the messages; see ``raydl.core.codecs``.
         feedback_decay: share of what a codec has left out that the next message takes along, in
             [0, 1]; at 1 nothing is lost.
@@ -376,6 +374,45 @@ class Rule:
         """
         lanes = [message.lanes[name] for name in self.lanes]
         return lanes[0] if len(lanes) == 1 else torch.cat(lanes)
+
+
+class AheadRule(Rule):
+    """A rule that sends the weights before a local step; it needs ``pull`` and ``merge_``.
+
+    The messages travel while the gradient is computed. A codec encodes their difference to the
+    center, and what it leaves out is part of the next difference.
+    """
+
+    lanes = ("weights",)
+    ahead = True
+
+    def compose(
+        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
+    ) -> Message:
+        """Return x."""
+        return Message({"weights": replica.x})
+
+
+class GradientRule(Rule):
+    """A rule whose replicas take no steps, but send the sum of their gradients.
+
+    The sum of n * g over the batches since the last message weighs the sum of n, what the batches
+    count; the mean of a lane is thus the gradient of the mean loss.
+    """
+
+    lanes = ("gradient",)
+    takes_steps = False
+
+    def compose(
+        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
+    ) -> Message:
+        """Return the sum of n * g, which weighs n."""
+        gradient = out["gradient"].copy_(replica.gradient)
+        return Message({"gradient": gradient}, weight=replica.since.samples)
+
+    def land_(self, replica: ReplicaSpan, center: Tensor, state: State, now: Now) -> None:
+        """Do x <- c."""
+        replica.x.copy_(center)
 
 
 def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,17 @@ from torch.optim import SGD, Optimizer
 from raydl.config import MethodConfig
 from raydl.config.custom_code import load_own
 from raydl.config.learning import STRATEGIES
-from raydl.core.rules import Mail, Message, Now, ReplicaSpan, Rule, State, Travelled
+from raydl.core.rules import (
+    AheadRule,
+    GradientRule,
+    Mail,
+    Message,
+    Now,
+    ReplicaSpan,
+    Rule,
+    State,
+    Travelled,
+)
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
 
@@ -149,7 +159,8 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
 def _class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a user's classes, base classes first."""
     for cls in reversed(kind.__mro__[: kind.__mro__.index(Rule)]):
-        yield from vars(cls).items()
+        if cls not in (AheadRule, GradientRule):
+            yield from vars(cls).items()
 
 
 def _own_values(kind: type) -> Iterator[tuple[str, Any]]:
@@ -187,7 +198,7 @@ def _check_methods(rule: Rule, name: str) -> None:
     needed: dict[str, Callable[..., Any]] = {"merge_": rule.merge_}
     if rule.ahead and type(rule).measured_pull is Rule.measured_pull:
         needed["pull"] = rule.pull
-    if rule.ahead or not rule.takes_steps or rule.lanes != Rule.lanes:
+    if rule.lanes != Rule.lanes:
         needed["compose"] = rule.compose
     for method, bound in needed.items():
         base = getattr(Rule, method)
@@ -290,6 +301,7 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
     """Update a center with messages of two workers, ``least`` times or more until it moves."""
     center = values * 1e-12  # so small that an update of any size is visible
     before = center.clone()
+    handle = center.detach()  # as at a real center, the rule gets an alias of the memory
     state = _trial_state(rule, center)
     if not rule.takes_steps:
         state.step_along_ = _sgd_at(center)
@@ -298,7 +310,7 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
         sums = {lane: values.roll(number + i) for i, lane in enumerate(rule.lanes)}
         weight = float(count) if rule.takes_steps else 8.0
         numbers = dict.fromkeys(rule.numbers, weight)
-        rule.merge_(center, Mail(sums, count, weight, numbers), state, _NOW)
+        rule.merge_(handle, Mail(sums, count, weight, numbers), state, _NOW)
         if number + 1 >= least and not torch.equal(center, before):
             return
     raise ConfigError(

@@ -5,14 +5,12 @@ Source: SC17 = You, Buluc, Demmel, arXiv 1708.02983.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
-from raydl.core.rules import LocalStep, Mail, Message, Now, ReplicaSpan, Rule, State
+from raydl.core.rules import GradientRule, LocalStep, Mail, Now, State
 
 
-class MeanGradient(Rule):
+class MeanGradient(GradientRule):
     """The optimizer at the center steps along the mean gradient; replicas copy the center.
 
     g <- sum_i n_i*g_i / sum_i n_i ; c <- optimizer(c, g) ; x_i <- c, where n_i is the number of
@@ -20,25 +18,12 @@ class MeanGradient(Rule):
     batch. (SC17, eq. 3 and 4, at the master.)
     """
 
-    lanes = ("gradient",)
-    takes_steps = False
     period = 1
-
-    def compose(
-        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
-    ) -> Message:
-        """Return the sum of n * g, which weighs n."""
-        gradient = out["gradient"].copy_(replica.gradient)
-        return Message({"gradient": gradient}, weight=replica.since.samples)
 
     def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
         """Step the optimizer along the mean gradient."""
         assert state.step_along_ is not None
         state.step_along_(mail.mean("gradient"))
-
-    def land_(self, replica: ReplicaSpan, center: Tensor, state: State, now: Now) -> None:
-        """Do x <- c."""
-        replica.x.copy_(center)
 
 
 class SyncSGD(MeanGradient):

@@ -17,22 +17,11 @@ arXiv 1412.6651.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from raydl.config import MethodConfig
-from raydl.core.rules import (
-    LocalStep,
-    Mail,
-    Message,
-    Now,
-    ReplicaSpan,
-    Rule,
-    State,
-    blocks_of,
-)
+from raydl.core.rules import AheadRule, LocalStep, Mail, Now, State, blocks_of
 
 
 def moving_rate(beta: float, num_workers: int) -> float:
@@ -76,7 +65,7 @@ def elastic_center_(
     return center
 
 
-class Elastic(Rule):
+class Elastic(AheadRule):
     """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
 
     The term eta*g stands for the whole step of the inner optimizer: with momentum this is MEASGD,
@@ -86,9 +75,6 @@ class Elastic(Rule):
         beta: p * alpha, in (0, 1].
     """
 
-    lanes = ("weights",)
-    ahead = True
-
     def __init__(self, beta: float) -> None:
         self.beta = beta
 
@@ -96,12 +82,6 @@ class Elastic(Rule):
     def from_config(cls, config: MethodConfig) -> Elastic:
         """Return the rule with the user's beta."""
         return cls(config.beta)
-
-    def compose(
-        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
-    ) -> Message:
-        """Return x."""
-        return Message({"weights": replica.x})
 
     def pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> Tensor:
         """Return alpha * (x - c)."""

@@ -19,7 +19,7 @@ from raydl.config import (
 )
 from raydl.core.method import Method
 from raydl.core.reports import Outcome
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import AheadRule, Rule
 from raydl.errors import ConfigError
 from raydl.methods import resolve
 from raydl.run.trainer import Trainer
@@ -113,17 +113,16 @@ def test_sync_msgd_by_hand():
 # custom rules
 
 
-class Halfway(Rule):
+class Halfway(AheadRule):
     """The center becomes the mean; replicas move half of the way to the old center."""
 
-    sends = Sends.WEIGHTS
     period = 4
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         return torch.sub(replica, center, out=out).mul_(0.5)
 
-    def update_center_(self, center, total, tally, optimizer):
-        center.copy_(total.div_(tally.num_messages))
+    def merge_(self, center, mail, state, now):
+        center.copy_(mail.mean("weights"))
 
 
 def test_a_rule_is_found_by_module_and_class():
