@@ -44,6 +44,8 @@ def _description(kind: type[Rule]) -> str:
     """Return name, equation, source and defaults of a method."""
     docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
     equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
+    from raydl.methods.options import options_of
+
     step = kind.local_step
     defaults = [f"--method.period {kind.period}", f"--lr {step.lr:g}"]
     defaults += [f"--momentum {step.momentum:g}"] if step.momentum else []
@@ -51,6 +53,9 @@ def _description(kind: type[Rule]) -> str:
     if kind.outer is not None:
         defaults += [f"--method.outer-lr {kind.outer[0]:g}"]
         defaults += [f"--method.outer-momentum {kind.outer[1]:g}"]
+    options = ",".join(f"{name}={value}" for name, value in options_of(kind).items())
+    defaults += [f"--method.options {options}"] if options else []
+    defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
     return (
         f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{equation}\n\n"
         f"source: {kind.source}\ndefaults: {' '.join(defaults)}"

@@ -39,7 +39,7 @@ from raydl.core.autotune import (
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
-from raydl.core.exchange import Header, shard_spans
+from raydl.core.exchange import Header, shard_spans, tensor_spans
 from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator
@@ -306,7 +306,12 @@ class SyncStrategy:
 
     def _make_centers(self, optimizer: dict[str, Any]) -> None:
         method = self._context.method
-        self._spans = shard_spans(self._weights.numel(), self._tuning.fragments)
+        num_fragments = self._tuning.fragments
+        self._spans = (
+            tensor_spans(self._context.flat.layer_sizes, num_fragments)
+            if method.rule.whole_tensors
+            else shard_spans(self._weights.numel(), num_fragments)
+        )
         self._context.redistribute_residuals(self._spans)
         sizes = [stop - start for start, stop in self._spans]
         states = split_states(optimizer, sizes)

@@ -50,6 +50,8 @@ class MethodConfig:
     default."""
     outer_momentum: float | None = None
     """Momentum of the outer step, in [0, 1); unset: the method's default."""
+    options: str = ""
+    """Settings of the method's own, as in decay=0.9,every=5: `raydl methods NAME` shows them."""
 
     def __post_init__(self) -> None:
         require_positive("method.beta", self.beta)
@@ -68,6 +70,12 @@ class MethodConfig:
         require(
             momentum is None or 0 <= momentum < 1, "method.outer_momentum", "in [0, 1)", momentum
         )
+        assert isinstance(self.parsed_options, dict)  # raises if they cannot be parsed
+
+    @property
+    def parsed_options(self) -> dict[str, Any]:
+        """Options as Python values, by name."""
+        return _named_values("method.options", self.options)
 
 
 _GROUPS = "optimizer.param_groups"

@@ -210,6 +210,23 @@ def shard_spans(size: int, num_shards: int) -> list[Span]:
     return list(itertools.pairwise(edges))
 
 
+def tensor_spans(sizes: Sequence[int], num_fragments: int) -> list[Span]:
+    """Return spans of about equal length that end where a tensor ends; fewer if there are fewer.
+
+    Args:
+        sizes: number of parameters of each tensor.
+        num_fragments: the most spans.
+    """
+    *ends, size = itertools.accumulate(sizes)
+    aims = [k * size / num_fragments for k in range(1, num_fragments)]
+    cuts = {_nearest(ends, aim) for aim in aims if ends}
+    return list(itertools.pairwise([0, *sorted(cuts), size]))
+
+
+def _nearest(numbers: Sequence[int], aim: float) -> int:
+    return min(numbers, key=lambda number: abs(number - aim))
+
+
 def cells(size: int, *, num_shards: int, num_fragments: int) -> list[list[Span]]:
     """Return the spans of each shard: its intersection with every fragment, if not empty."""
     fragments = shard_spans(size, num_fragments)

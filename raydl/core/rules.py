@@ -233,8 +233,11 @@ class Rule:
         takes_steps: False: see ``GradientRule``; the user's optimizer is then at the center
             (``State.step_along_``).
         compression: default codec of the messages; see ``raydl.core.codecs``.
+        may_compress: whether the messages bear another codec.
         feedback_decay: share of what a codec has left out that the next message takes along, in
             [0, 1]; at 1 nothing is lost.
+        whole_tensors: whether fragments end where a parameter tensor ends.
+        needs_plain_sgd: whether plain SGD, without momentum, has to take the local steps.
         strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
         period: default number of local steps between exchanges.
         name: name of a method of ``raydl.methods``.
@@ -255,7 +258,10 @@ class Rule:
     ahead: bool = False
     takes_steps: bool = True
     compression: str = "none"
+    may_compress: bool = True
     feedback_decay: float = 1.0
+    whole_tensors: bool = False
+    needs_plain_sgd: bool = False
     strategy: str = "sync"
     period: int = 10
     name: str = ""
@@ -273,8 +279,8 @@ class Rule:
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> Rule:
-        """Return the rule with the user's settings; a rule without settings ignores them."""
-        return cls()
+        """Return the rule with the user's options, which are its arguments."""
+        return cls(**config.parsed_options)
 
     def compose(
         self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]

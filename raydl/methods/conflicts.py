@@ -34,6 +34,7 @@ class Choice:
         self.is_at_center = not method.rule.takes_steps
         """Whether the user's optimizer steps at the center."""
         self.is_ahead = method.rule.ahead
+        self.needs_sgd = method.rule.needs_plain_sgd
         self.has_rounds = method.is_sync and method.has_local_steps
         rule = method.rule
         self.is_elastic = isinstance(rule, Elastic)
@@ -193,6 +194,24 @@ CONFLICTS = (
         "exchange.resident",
         lambda x: not x.method.is_sync and not x.exchange.resident,
         "can be turned off for sync methods only, not for {x.method.name}",
+    ),
+    Conflict(
+        "exchange.compression",
+        lambda x: x.is_compressed and not x.method.rule.may_compress,
+        "must be none for {x.method.name}, got {x.compression}: a codec would change what the "
+        "messages mean",
+    ),
+    Conflict(
+        "optimizer.name",
+        lambda x: x.needs_sgd and x.inner.name != "sgd",
+        "must be sgd for {x.method.name}, got {x.inner.name}: it takes the mean gradient from "
+        "the way that a replica has gone",
+    ),
+    Conflict(
+        "optimizer.momentum",
+        lambda x: x.needs_sgd and bool(x.inner.momentum),
+        "must be 0 for {x.method.name}, got {x.inner.momentum}: it takes the mean gradient from "
+        "the way that a replica has gone",
     ),
     Conflict(
         "exchange.overlap",

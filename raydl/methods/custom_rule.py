@@ -34,6 +34,7 @@ from raydl.core.rules import (
 )
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
+from raydl.methods.options import check_options
 
 _NUM_UPDATES = 16
 """Updates after which the center must have moved; a rule may collect some messages first."""
@@ -85,10 +86,11 @@ def named_rule(config: MethodConfig) -> Rule | None:
     found = load_own("method.name", config.name)
     if not (isinstance(found, type) and issubclass(found, Rule)):
         raise ConfigError("method.name", f"{config.name} is no subclass of raydl.core.rules.Rule")
+    check_options(found, found.__name__, config.parsed_options)
     # A class with its own from_config constructs itself.
     if inspect.getattr_static(found, "from_config") is inspect.getattr_static(Rule, "from_config"):
         try:
-            inspect.signature(found).bind()
+            inspect.signature(found).bind(**config.parsed_options)
         except TypeError as error:
             raise ConfigError(
                 "method.name",

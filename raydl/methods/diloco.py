@@ -1,11 +1,11 @@
-"""DiLoCo: local steps, then an outer Nesterov step along the mean progress."""
+"""DiLoCo: local steps, then an outer Nesterov step along the mean progress; and its relatives."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from raydl.config import MethodConfig
 from raydl.core.rules import Mail, Now, State
+from raydl.methods.options import at_least
 from raydl.methods.outer import Outer
 
 
@@ -17,12 +17,34 @@ class DiLoCo(Outer):
 
     name, period, source = "diloco", 50, "arXiv 2311.08105"
     outer = (0.7, 0.9)
+    nesterov = True
 
-    @classmethod
-    def from_config(cls, config: MethodConfig) -> DiLoCo:
-        """Return the method with the user's outer rate and momentum."""
-        plain = Outer.from_config(config)
-        return cls(plain.lr, momentum=plain.momentum, nesterov=True)
+
+class RestartedDiLoCo(DiLoCo):
+    """DiLoCo whose momentum is set to zero every few rounds.
+
+    As diloco ; after every K-th round m <- 0
+
+    We know the abstract of arXiv 2605.28585 (restarts of the outer momentum); when to restart is
+    our reading.
+
+    Args:
+        every: K, rounds between two restarts.
+    """
+
+    name, source = "restarted-diloco", "arXiv 2605.28585, our reading of its abstract"
+    shared_numbers = ("rounds",)
+
+    def __init__(self, lr: float = 0.7, *, momentum: float = 0.9, every: int = 10) -> None:
+        super().__init__(lr, momentum=momentum)
+        self.every = at_least("every", every, 1)
+
+    def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
+        """Step as DiLoCo; after every K-th round set the momentum to zero."""
+        super().merge_(center, mail, state, now)
+        state.numbers["rounds"] = (state.numbers["rounds"] + 1) % self.every
+        if self.momentum and state.numbers["rounds"] == 0:
+            state["momentum_buffer"].zero_()
 
 
 _ROUNDING = 1e-6

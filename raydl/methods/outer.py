@@ -22,19 +22,24 @@ class Outer(Rule):
     Args:
         lr: outer learning rate.
         momentum: outer momentum.
-        nesterov: whether the outer momentum is Nesterov's.
+        nesterov: whether the outer momentum is Nesterov's; None: as usual for the method.
     """
 
-    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool = False) -> None:
+    nesterov: bool = False
+
+    def __init__(
+        self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool | None = None
+    ) -> None:
         self.lr = lr
         self.momentum = momentum
-        self.nesterov = nesterov
+        if nesterov is not None:
+            self.nesterov = nesterov
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> Outer:
-        """Return the rule with the user's outer rate and momentum, if any."""
+        """Return the rule with the user's outer rate, momentum and options, if any."""
         lr = 1.0 if config.outer_lr is None else config.outer_lr
-        return cls(lr, momentum=config.outer_momentum or 0.0)
+        return cls(lr, momentum=config.outer_momentum or 0.0, **config.parsed_options)
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -45,10 +50,21 @@ class Outer(Rule):
         """Step along mean(D), with the share of the momentum."""
         self.step_(center, mail.mean("progress"), state, now)
 
-    def step_(self, center: Tensor, progress: Tensor, state: State, now: Now) -> None:
-        """Do m <- mu*m + D ; c <- c - lr*m, or - lr*(D + mu*m); ``progress`` D is overwritten."""
+    def step_(
+        self, center: Tensor, progress: Tensor, state: State, now: Now, *, scale: float = 1.0
+    ) -> None:
+        """Do m <- mu*m + D ; c <- c - lr*m, or - lr*(D + mu*m); ``progress`` D is overwritten.
+
+        Args:
+            center: shape [n].
+            progress: D, shape [n].
+            state: has the momentum.
+            now: of the exchange.
+            scale: factor of the rate.
+        """
+        lr = self.lr * scale
         if not self.momentum:
-            center.sub_(progress, alpha=self.lr)
+            center.sub_(progress, alpha=lr)
             return
         momentum, share = state["momentum_buffer"], now.share_of_round
         at_rest = momentum * (1 - share) if share < 1 else None
@@ -56,6 +72,6 @@ class Outer(Rule):
             momentum.mul_(share)
         momentum.mul_(self.momentum).add_(progress)
         step = progress.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
-        center.sub_(step, alpha=self.lr)
+        center.sub_(step, alpha=lr)
         if at_rest is not None:
             momentum.add_(at_rest)

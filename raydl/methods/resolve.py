@@ -13,6 +13,7 @@ from raydl.methods.conflicts import check_conflicts
 from raydl.methods.custom_codec import try_codec
 from raydl.methods.custom_rule import check_rule, named_rule
 from raydl.methods.names import METHODS
+from raydl.methods.options import check_options
 
 
 def resolve(
@@ -68,6 +69,7 @@ def _named(config: MethodConfig) -> type[Rule]:
     if config.strategy not in (None, kind.strategy):
         problem = f"of {kind.name} is {kind.strategy}; set it for custom rules only"
         raise ConfigError("method.strategy", problem)
+    check_options(kind, kind.name, config.parsed_options)
     return kind
 
 
