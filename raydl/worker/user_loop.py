@@ -151,6 +151,11 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
             f"cannot be {method.name}: its workers send gradients and only the center takes steps, "
             f"but your optimizer steps here; choose local-sgd with method.period 1",
         )
+    if method.rule.tilts:
+        problem = (
+            f"cannot be {method.name} with raydl.attach: it changes gradients before each step"
+        )
+        raise ConfigError("method.name", problem)
     if method.finds_tuning:
         raise ConfigError("method.period", "must be a number with raydl.attach, got auto")
     if config.method.steps_by_speed:
