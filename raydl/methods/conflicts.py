@@ -113,6 +113,12 @@ CONFLICTS = (
     ),
     # the exchange
     Conflict(
+        "training.bytes",
+        lambda x: x.config.training.bytes is not None and x.method.is_sync and x.fewest < 2,
+        "needs at least 2 workers in scaling.num_workers for {x.method.name}, got "
+        "{x.wanted_workers}: one worker alone sends nothing, so that the run would not end",
+    ),
+    Conflict(
         "exchange.fragments",
         lambda x: x.exchange.fragments > x.method.period,
         "must be at most the period of {x.method.period} local steps, got {x.exchange.fragments}; "

@@ -3,16 +3,16 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
+from comparisons import FakeFit
 from comparisons import figures_of as figures
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from raydl import cli
 from raydl.cli.comparing import parse_own
-from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
+from raydl.config import ScalingConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.methods import METHODS
 from raydl.metrics import COMPARED, TIME_PARTS
@@ -20,7 +20,7 @@ from raydl.run.lock import held
 from raydl.storage import Storage
 from raydl.tools.comparison import Comparison, compare, runner
 from raydl.tools.comparison import report as reports
-from raydl.tools.comparison.figures import Spread, make_rows
+from raydl.tools.comparison.figures import Spread, as_dict, make_rows, to_target
 from raydl.tools.comparison.settings import plan
 
 BASE = TrainConfig(
@@ -32,26 +32,6 @@ def make_comparison(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base
     return Comparison(
         methods=methods, seeds=seeds, base=base, target=target, out=str(tmp_path / "out")
     )
-
-
-class FakeFit:
-    """A fake trainer that writes the folder of a run; ``results`` has figures or errors by run."""
-
-    def __init__(self, results=None):
-        self.results = results or {}
-        self.done = []
-
-    def __call__(self, config):
-        key = (config.method.name, config.training.seed)
-        self.done.append(key)
-        result = self.results.get(key, self.results.get(key[0], figures()))
-        folder = Path(config.run.run_dir)
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"config": to_dict(config), "versions": {}}))
-        if isinstance(result, BaseException):
-            raise result
-        (folder / "result.json").write_text(json.dumps(result))
-        return result
 
 
 def read_report(tmp_path):
@@ -100,7 +80,7 @@ def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
         (
             "sync-easgd",
             {"training": TrainingConfig()},
-            "training.samples or seconds, epochs or steps must be set",
+            "training.samples or seconds, bytes, epochs or steps must be set",
         ),
         (" , ", {}, "methods is empty"),
     ],
@@ -217,10 +197,10 @@ def test_a_signal_keeps_complete_runs_and_the_others_can_be_run_later(
 def test_the_target_is_reached_at_the_first_evaluation_above_it(tmp_path):
     run = plan(make_comparison(tmp_path), tmp_path)[0]
     run = dataclasses.replace(run, figures=figures(accuracies=(0.5, 0.9, 0.8, 0.95)))
-    assert run.to_target(0.9) == (20, 200)
-    assert run.to_target(0.91) == (40, 400)
-    assert run.to_target(0.96) == (math.inf, math.inf)
-    assert run.as_dict(0.96)["seconds_to_target"] is None
+    assert to_target(run, 0.9) == (20, 200)
+    assert to_target(run, 0.91) == (40, 400)
+    assert to_target(run, 0.96) == (math.inf, math.inf)
+    assert as_dict(run, 0.96)["seconds_to_target"] is None
 
 
 def test_rows_have_medians_and_are_sorted_by_the_time_to_the_target(tmp_path):
@@ -338,7 +318,10 @@ def test_options_of_train_apply_to_all_runs():
         ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),
         ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
         ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),
-        ("--methods diloco", "training.samples or seconds, epochs or steps must be set, the same"),
+        (
+            "--methods diloco",
+            "training.samples or seconds, bytes, epochs or steps must be set",
+        ),
         (
             "--model lnet --samples 9",
             "model has no 'lnet'; did you mean lenet or lenet5 or alexnet?",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from raydl.config import TrainConfig
 from raydl.metrics import TIME_PARTS
+from raydl.tools.runs import Run
 
 COLUMNS = {
     "seconds_to_target": ("seconds to target", "{:.2f}"),
@@ -29,54 +28,31 @@ _MISSING = {"center_accuracy": -math.inf}
 """Values for missing figures; infinity, which means never, for all other figures."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run: its settings and, once complete, its figures."""
+def to_target(run: Run, target: float) -> tuple[float, float]:
+    """Return (seconds, samples) at the first evaluation that reaches the target accuracy.
 
-    method: str
-    strategy: str
-    seed: int
-    config: TrainConfig
-    """All settings, with the defaults of the method filled in."""
-    figures: Mapping[str, Any] | None = None
-    """The content of ``result.json``; None until the run is complete."""
-    reason: str = ""
-    """Why the run failed, in one sentence."""
+    Both are infinite if none does, or if the task has no accuracy.
+    """
+    for score in (run.figures or {}).get("evaluations", ()):
+        if score.get("accuracy", -math.inf) >= target:
+            return score["seconds"], score["samples"]
+    return math.inf, math.inf
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-        return Path(self.config.run.run_dir or "")
 
-    @property
-    def status(self) -> str:
-        """``done``, ``failed`` or ``not run``."""
-        return "done" if self.figures is not None else "failed" if self.reason else "not run"
-
-    def to_target(self, target: float) -> tuple[float, float]:
-        """Return (seconds, samples) at the first evaluation that reaches the target accuracy.
-
-        Both are infinite if none does, or if the task has no accuracy.
-        """
-        for score in (self.figures or {}).get("evaluations", ()):
-            if score.get("accuracy", -math.inf) >= target:
-                return score["seconds"], score["samples"]
-        return math.inf, math.inf
-
-    def as_dict(self, target: float) -> dict[str, Any]:
-        """Return the object for ``comparison.json``."""
-        seconds, samples = (x if math.isfinite(x) else None for x in self.to_target(target))
-        return {
-            "method": self.method,
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "folder": str(self.folder),
-            "status": self.status,
-            "reason": self.reason,
-            "seconds_to_target": seconds,
-            "samples_to_target": samples,
-            **(self.figures or {}),
-        }
+def as_dict(run: Run, target: float) -> dict[str, Any]:
+    """Return the object of a run for ``comparison.json``."""
+    seconds, samples = (x if math.isfinite(x) else None for x in to_target(run, target))
+    return {
+        "method": run.method,
+        "strategy": run.strategy,
+        "seed": run.seed,
+        "folder": str(run.folder),
+        "status": run.status,
+        "reason": run.reason,
+        "seconds_to_target": seconds,
+        "samples_to_target": samples,
+        **(run.figures or {}),
+    }
 
 
 @dataclass(frozen=True)
@@ -131,7 +107,7 @@ def _sort_key(row: Row) -> tuple[bool, float, float]:
 
 
 def _row(runs: Sequence[Run], target: float) -> Row:
-    done = [run.as_dict(target) for run in runs if run.figures is not None]
+    done = [as_dict(run, target) for run in runs if run.figures is not None]
     values = {
         name: [_MISSING.get(name, math.inf) if x.get(name) is None else x[name] for x in done]
         for name in COLUMNS

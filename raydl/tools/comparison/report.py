@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from rich.table import Table
 
 from raydl.metrics import TIME_PARTS
 from raydl.metrics.charts import Chart, Line, bars_in_file, lines_in_file, styles_of_methods
-from raydl.run.versions import installed_version
 from raydl.text.formatting import markdown_table
 from raydl.text.redaction import redact
-from raydl.tools.comparison.figures import COLUMNS, Row, Run, Spread
+from raydl.tools.comparison.figures import COLUMNS, Row, Spread, to_target
 from raydl.tools.comparison.settings import Comparison
+from raydl.tools.runs import Run, machine
 
 PICTURES = {
     "accuracy_over_seconds.png": "Accuracy over seconds of training",
@@ -39,6 +37,7 @@ exchanges of other workers between two exchanges of a worker."""
 _END_WORDS = {
     "samples": "{:,} samples each",
     "seconds": "{:g} seconds of training each",
+    "bytes": "{} sent in the exchanges of each",
     "epochs": "{} epochs each",
     "steps": "{:,} local steps of each worker",
 }
@@ -59,29 +58,16 @@ def describe(comparison: Comparison) -> str:
 
 
 def sentence(run: Run, target: float) -> str:
-    """Return the line that is printed at the end of a run."""
-    label = f"{run.method}, seed {run.seed}: "
-    if run.figures is None:
-        return f"{label}failed: {run.reason}"
-    seconds, samples = run.to_target(target)
+    """Return what is printed at the end of a complete run."""
+    assert run.figures is not None
+    seconds, samples = to_target(run, target)
     reached = f"after {seconds:.1f} s, {samples:,} samples"
     accuracy = run.figures["center_accuracy"]
     shown = _written(-math.inf if accuracy is None else accuracy, "{:.2%}")
     return (
-        f"{label}{shown} in {run.figures['seconds']:.1f} s; "
+        f"{shown} in {run.figures['seconds']:.1f} s; "
         f"{target:.2%} {reached if math.isfinite(seconds) else 'not reached'}"
     )
-
-
-def machine() -> dict[str, str]:
-    """Return the system, CPUs and package versions of the driver's machine."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpus": str(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()),
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in ("torch", "ray", "raydl")},
-    }
 
 
 def _spread(spread: Spread, pattern: str) -> str:
@@ -167,7 +153,7 @@ def markdown(
 
 
 def _failures(runs: Sequence[Run]) -> str:
-    lines = [f"- {run.method}, seed {run.seed}: {run.reason}" for run in runs if run.reason]
+    lines = [f"- {run.label}: {run.reason}" for run in runs if run.reason]
     note = "Failed runs; `error.txt` in a run's folder has the traceback:"
     return "\n".join([note, "", *lines]) if lines else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +11,19 @@ import tyro
 from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require, require_local
 from raydl.errors import ConfigError
-from raydl.tools.comparison.figures import Run
+from raydl.tools.runs import Run, in_folder, with_settings
 
 _BASE = TrainConfig()
-_ENDS = ("samples", "seconds", "epochs", "steps")
+_ENDS = ("samples", "seconds", "bytes", "epochs", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Compare methods that train for equally many samples (or seconds, epochs, steps).
+    """Compare methods that train for equally many samples (or seconds, bytes, epochs, steps).
 
     All options of `raydl train` are accepted, too, and apply to all runs: --data, --model,
-    --workers, --batch-size, --period, --lr, ... One of --samples, --seconds, --epochs and --steps
-    is required.
+    --workers, --batch-size, --period, --lr, ... One of --samples, --seconds, --bytes, --epochs and
+    --steps is required.
     """
 
     methods: str = "all"
@@ -73,29 +72,20 @@ def plan(comparison: Comparison, out: Path) -> list[Run]:
 
     training = comparison.base.training
     if all(getattr(training, end) is None for end in _ENDS):
-        problem = "or seconds, epochs or steps must be set, the same for all methods"
+        problem = "or seconds, bytes, epochs or steps must be set, the same for all methods"
         raise ConfigError("training.samples", problem)
     runs = []
     for seed in range(training.seed, training.seed + comparison.seeds):
         for name in method_names(comparison.methods):
-            config = _config_of(comparison, name, seed, out)
+            values = {"method.name": name, "training.seed": seed}
+            folder = out / name.replace(":", ".") / f"seed-{seed}"
+            config = in_folder(with_settings(comparison.base, values), folder)
             try:
                 method = resolve(config)
             except ConfigError as error:
                 if name in str(error):
                     raise
                 raise ConfigError(error.setting, f"{error.problem} (for {name})") from error
-            runs.append(Run(name, method.strategy, seed, filled_in(config, method)))
+            label = f"{name}, seed {seed}"
+            runs.append(Run(label, filled_in(config, method), method.strategy))
     return runs
-
-
-def _config_of(comparison: Comparison, name: str, seed: int, out: Path) -> TrainConfig:
-    base = comparison.base
-    progress = "none" if base.run.progress == "auto" else base.run.progress
-    folder = out / name.replace(":", ".") / f"seed-{seed}"
-    return dataclasses.replace(
-        base,
-        method=dataclasses.replace(base.method, name=name),
-        training=dataclasses.replace(base.training, seed=seed),
-        run=dataclasses.replace(base.run, run_dir=str(folder), progress=progress),
-    )
