@@ -15,7 +15,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ class Run:
     """The content of ``result.json``; None until the run is complete."""
     reason: str = ""
     """Why the run failed, in one sentence."""
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that are tried, by dotted name."""
 
     @property
     def method(self) -> str:
@@ -136,7 +138,12 @@ def prepare(runs: Sequence[Run], out: Path, *, checks_data: bool) -> list[Run]:
 
 
 def execute(
-    runs: list[Run], fit: Fit | None, *, figures: Callable[[Run], str], report: Callable[[], None]
+    runs: list[Run],
+    fit: Fit | None,
+    *,
+    figures: Callable[[Run], str],
+    report: Callable[[], None],
+    start: int = 0,
 ) -> str:
     """Execute the runs that are not complete, and update the list.
 
@@ -145,11 +152,12 @@ def execute(
         fit: trains one run; None: ``train``.
         figures: returns what is printed at the end of a complete run.
         report: called after each run that was executed.
+        start: index of the first run to execute.
 
     Returns:
         The name of the signal that stopped a run, or "".
     """
-    for index, run in enumerate(runs):
+    for index, run in enumerate(runs[start:], start):
         stopped_by = ""
         if run.figures is None:
             try:

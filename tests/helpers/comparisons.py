@@ -18,9 +18,19 @@ def figures_of(*, speed=1.0, accuracies=(0.5, 0.92, 0.95)):
         "samples_per_s": 10 * speed,
         "seconds": 10 * len(accuracies) / speed,
         "samples": 100 * len(accuracies),
+        "bytes": 1000 * len(accuracies),
+        "messages": 4 * len(accuracies),
         "time_parts": dict.fromkeys(TIME_PARTS, 1 / speed),
         "evaluations": [
-            {"round": i, "samples": 100 * i, "seconds": 10 * i / speed, "accuracy": a, "loss": 1.0}
+            {
+                "round": i,
+                "samples": 100 * i,
+                "seconds": 10 * i / speed,
+                "bytes": 1000 * i,
+                "messages": 4 * i,
+                "accuracy": a,
+                "loss": 1.0,
+            }
             for i, a in enumerate(accuracies, 1)
         ],
         "stopped_by": "",

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from raydl.text.redaction import redact
 from raydl.tools import runs as several
-from raydl.tools.comparison.figures import as_dict, make_rows
+from raydl.tools.comparison.csv_files import write_curves, write_table
+from raydl.tools.comparison.figures import as_dict, chosen, make_rows
 from raydl.tools.comparison.hparams import write_hparams
+from raydl.tools.comparison.page import comparison_page
 from raydl.tools.comparison.report import describe, draw, markdown, print_table, sentence
-from raydl.tools.comparison.settings import Comparison, plan
+from raydl.tools.comparison.settings import Comparison, plan, plan_seeds
 from raydl.tools.runs import Fit, Run
 
 
@@ -39,23 +41,34 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     report = functools.partial(_write_report, comparison, runs, out, command)
     figures = functools.partial(sentence, target=target)
     stopped_by = several.execute(runs, fit, figures=figures, report=report)
-    rows = make_rows(runs, target)
-    draw(runs, rows, target, out)
+    if len({run.seed for run in runs}) < comparison.seeds and not stopped_by:
+        first = len(runs)
+        more = plan_seeds(comparison, out, chosen(runs))
+        runs += several.prepare(more, out, checks_data=False)
+        stopped_by = several.execute(runs, fit, figures=figures, report=report, start=first)
+    best = chosen(runs)
+    rows = make_rows(best, target)
+    draw(best, rows, target, out)
+    page = comparison_page(describe(comparison), best, rows, target)
+    (out / "comparison.html").write_text(page)
     write_hparams(runs, target)
     report()
     print_table(rows, target)
     status = several.exit_status(runs, stopped_by, out)
     print(
-        f"  report:       {out}/comparison.md\n"
+        f"  report:       {out}/comparison.md, comparison.html, comparison.csv, curves.csv\n"
         f"  curves:       tensorboard --logdir {out}  (then #hparams, #custom_scalars)"
     )
     return status
 
 
 def _write_report(comparison: Comparison, runs: Sequence[Run], out: Path, command: str) -> None:
-    """Write ``comparison.json`` and ``comparison.md`` with the runs so far."""
-    target = comparison.target
+    """Write the files of the comparison with the runs so far."""
+    target, best = comparison.target, chosen(runs)
+    rows = make_rows(best, target)
     values = {"target": target, "runs": [as_dict(run, target) for run in runs]}
     several.write_json(out / "comparison.json", command, comparison.base, values)
-    text = markdown(comparison, runs, make_rows(runs, target), out, command)
+    write_table(rows, out / "comparison.csv")
+    write_curves(runs, out / "curves.csv")
+    text = markdown(comparison, runs, rows, out, command)
     (out / "comparison.md").write_text(redact(text))
