@@ -494,9 +494,10 @@ class SyncStrategy:
         share = share_round(
             num_free, max_steps=max_steps, batch_size=self._config.training.batch_size
         )
+        is_skewed = self._config.input.skew is not None
         claims = {
-            worker: self._ledger.claim(worker, count)
-            for worker, count in zip(members, share.counts, strict=True)
+            worker: self._ledger.claim(worker, count, share=rank if is_skewed else None)
+            for rank, (worker, count) in enumerate(zip(members, share.counts, strict=True))
         }
         own = share.num_steps[self._context.rank]
         return Claim(*claims[self._context.worker_id], own), share

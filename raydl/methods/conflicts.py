@@ -111,6 +111,12 @@ CONFLICTS = (
         "cannot be set " + _AT_CENTER + " in parts, without the names of parameters; set "
         "exchange.fragments 1, or choose a sync method",
     ),
+    Conflict(
+        "input.skew",
+        lambda x: x.config.input.skew is not None and x.scaling.max_workers < 2,
+        "needs at least 2 workers in scaling.num_workers, got {x.wanted_workers}: the data differ "
+        "between workers",
+    ),
     # the exchange
     Conflict(
         "training.bytes",

@@ -504,8 +504,10 @@ class Coordinator:
     def _claims(self, worker_id: str, num_steps: int) -> list[Claim]:
         """Claim the samples of some local steps, from as many epochs as needed."""
         claims: list[Claim] = []
+        is_skewed = self._config.input.skew is not None
+        share = self._members.rank_of(worker_id) if is_skewed else None
         while count := self._max_samples(num_steps):
-            epoch, spans = self._ledger.claim(worker_id, count)
+            epoch, spans = self._ledger.claim(worker_id, count, share=share)
             num_samples = sum(stop - start for start, stop in spans)
             steps = -(-num_samples // self._config.training.batch_size)
             claims.append(Claim(epoch, spans, steps))

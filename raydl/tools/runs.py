@@ -253,10 +253,12 @@ def _dataset(source: str, seed: int, input: InputConfig, task: str) -> Dataset:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Raise a RaydlError if the data or the model cannot be used, before the first run."""
+    from raydl.data.skew import order_of
     from raydl.run.trainer import Trainer
 
     Trainer.from_config(config)
-    _dataset(config.data, config.training.seed, config.input, config.task)
+    data = _dataset(config.data, config.training.seed, config.input, config.task)
+    order_of(data.train, config)
 
 
 def _reason(error: Exception) -> str:
