@@ -212,6 +212,8 @@ class Replica:
         """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
         """Workers that share this replica, or None."""
+        self.alter: Callable[[Tensor], Tensor] = lambda message: message
+        """Returns what is sent instead of a message; a planned fault may set it."""
         self._distances = Distances()
 
     def step(self, batch: Batch, step_plan: StepPlan = _NO_EXCHANGE) -> Stepped:
@@ -315,7 +317,7 @@ class Replica:
             if not self._sent.numel():
                 self._sent = torch.empty_like(self.flat.weights)
             self._sent[span] = self.flat.weights[span]
-        message = self._message(exchange, step_plan)
+        message = self.alter(self._message(exchange, step_plan))
         f = self._dynamic_weights.distrust_at(span.start)
         seen = toward_center(message, exchange.center.weights, f)
         self._check_message(seen, exchange, num_samples)

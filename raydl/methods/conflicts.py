@@ -117,6 +117,11 @@ CONFLICTS = (
         "needs at least 2 workers in scaling.num_workers, got {x.wanted_workers}: the data differ "
         "between workers",
     ),
+    Conflict(
+        "run.bad_workers",
+        lambda x: x.config.run.bad_workers is not None and x.scaling.max_workers < 1,
+        "needs workers in processes of their own: scaling.num_workers of 1 or more, got 0",
+    ),
     # the exchange
     Conflict(
         "training.bytes",

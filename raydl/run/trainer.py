@@ -646,10 +646,12 @@ def _name_of(kind: type) -> str:
 
 
 def _read_faults(config: TrainConfig) -> FaultPlan:
-    if config.run.fault_plan is None:
-        return FaultPlan()
-    plan = FaultPlan.read(config.run.fault_plan)
-    plan.check(max_workers=config.scaling.max_workers, num_shards=config.exchange.center_shards)
+    run, scaling = config.run, config.scaling
+    plan = FaultPlan() if run.fault_plan is None else FaultPlan.read(run.fault_plan)
+    if run.bad_share is not None:
+        plan = plan.with_bad_workers(*run.bad_share, num_workers=scaling.min_workers)
+    if plan.faults:
+        plan.check(max_workers=scaling.max_workers, num_shards=config.exchange.center_shards)
     return plan
 
 

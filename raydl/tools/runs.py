@@ -207,7 +207,11 @@ def load_complete(run: Run) -> Run:
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that influence the figures, by dotted name."""
-    settings: dict[str, Any] = {"data": config.data, "model": config.model}
+    settings: dict[str, Any] = {
+        "data": config.data,
+        "model": config.model,
+        "run.bad_workers": config.run.bad_workers,
+    }
     for group, value in to_dict(config).items():
         if isinstance(value, dict) and group not in ("run", "checkpoint"):
             settings |= {f"{group}.{name}": setting for name, setting in value.items()}

@@ -7,7 +7,7 @@ import re
 import pytest
 from comparisons import FakeFit, figures_of
 
-from raydl.config import ScalingConfig, TrainConfig, TrainingConfig
+from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, NonFiniteLossError
 from raydl.tools.comparison import Comparison, compare, runner
 from raydl.tools.comparison.figures import make_rows
@@ -162,3 +162,22 @@ def test_the_page_draws_over_seconds_samples_bytes_and_messages_and_fetches_noth
         assert f"{label}" in page
     assert "default-src &#x27;none&#x27;" in page
     assert not re.search(r"<script|https?://(?!www\.w3\.org)|<link|@import", page)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_report_says_which_methods_survive_bad_workers(tmp_path):
+    scaling, run = ScalingConfig(num_workers=4), RunConfig(bad_workers="0.5:reversed")
+    base = dataclasses.replace(BASE, scaling=scaling, run=run)
+    methods = "sync-easgd,async-easgd,diloco"
+    comparison = dataclasses.replace(comparison_of(tmp_path, methods, seeds=1), base=base)
+    never = figures_of(accuracies=(0.5, 0.6))
+    fit = FakeFit({"diloco": never, "async-easgd": NonFiniteLossError("w3", 7, float("nan"))})
+    assert compare(comparison, fit=fit) == 1
+    text = (tmp_path / "out/comparison.md").read_text()
+    assert "4 workers, of which 2 send reversed messages, 100 samples each" in text
+    assert "if every run is complete and at the target: sync-easgd.\n" in text
+    assert "- diloco: 1 of 1 runs complete, 0 at the target\n" in text
+    assert "- async-easgd: 0 of 1 runs complete, 0 at the target; the loss became nan" in text
+    other = dataclasses.replace(base, run=RunConfig(bad_workers="0.5:zeros"))
+    with pytest.raises(ConfigError, match=r"has run.bad_workers 0.5:reversed instead of 0.5:zeros"):
+        compare(dataclasses.replace(comparison, base=other), fit=fit)

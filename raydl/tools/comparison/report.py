@@ -11,6 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from raydl.config import TrainConfig
+from raydl.faults.plan import num_bad_workers
 from raydl.metrics import TIME_PARTS
 from raydl.metrics.charts import (
     Chart,
@@ -75,10 +77,24 @@ def describe(comparison: Comparison) -> str:
     seeds = f"seeds {first} to {last}" if last > first else f"seed {first}"
     workers = base.scaling.wanted()
     place = "in one process" if workers == "0" else f"{workers} workers"
+    if base.run.bad_share is not None:
+        place += f", of which {bad_workers(base)}"
+    if base.input.skew is not None:
+        place += f", data that differ between them by {base.input.skew:g}"
     return (
         f"{base.model} on {redact(base.data)}, {place}, {', '.join(ends)}, "
         f"batches of {training.batch_size}, {seeds}, target {comparison.target:.2%}"
     )
+
+
+def bad_workers(config: TrainConfig) -> str:
+    """Return the number of bad workers and what they send, "" without any."""
+    if config.run.bad_share is None:
+        return ""
+    share, kind = config.run.bad_share
+    count = num_bad_workers(share, config.scaling.min_workers)
+    sent = {"nan": "NaN", "zeros": "zeros", "reversed": "reversed messages"}[kind]
+    return f"{count} send{'s' if count == 1 else ''} {sent}"
 
 
 def sentence(run: Run, target: float) -> str:
@@ -173,6 +189,7 @@ def markdown(
         "## Time parts",
         "Seconds per worker, mean over seeds; training starts after initialization.",
         markdown_table(["method", *TIME_PARTS], part_rows),
+        _survivors(comparison, rows),
         _trials(runs),
         _pictures(out, num_left_out=max(0, len(part_rows) - MOST_LINES)),
         "## Files",
@@ -199,6 +216,26 @@ def _evaluations(runs: Sequence[Run]) -> str:
         f"\nThe center was evaluated {min(counts)} to {max(counts)} times per run; the time and "
         f"samples to the target are no more precise."
     )
+
+
+def _survivors(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """Return the section of the methods that bad workers did not defeat; empty without any."""
+    if not (bad := bad_workers(comparison.base)):
+        return ""
+    survive = [r.method for r in rows if r.num_runs and r.num_reached == r.num_planned]
+    others = [
+        f"- {row.method}: {row.num_runs} of {row.num_planned} runs complete, {row.num_reached} at "
+        f"the target{f'; {row.reason}' if row.reason else ''}"
+        for row in rows
+        if row.method not in survive
+    ]
+    lines = [
+        "## Bad workers",
+        f"Of the workers {bad}. A method survives if every run is complete and at the target: "
+        f"{', '.join(survive) or 'none does'}.",
+        "\n".join(["The others:", "", *others]) if others else "",
+    ]
+    return "\n\n".join(filter(None, lines))
 
 
 def _trials(runs: Sequence[Run]) -> str:
