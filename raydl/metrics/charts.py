@@ -464,7 +464,8 @@ def _dots(axes: Any, line: Line, text: Callable[[float], str], *, is_named: bool
     marks = line.marks or [Mark(x, y, f"{text(y)} at {short(x)}") for x, y in points]
     if is_named:
         marks = [replace(mark, sentence=f"{line.name}: {mark.sentence}") for mark in marks]
-    kind: Any = "mark" if line.marks else "dot few" if len(line.xs) <= _FEW else "dot"
+    shows_all = len(line.xs) <= _FEW and not line.is_faint
+    kind: Any = "mark" if line.marks else "dot few" if shows_all else "dot"
     return _Dots(axes, kind, line.style.color, marks, line.group)
 
 

@@ -31,9 +31,9 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
 
     A parameter is a setting by its dotted name: ``{"optimizer.lr": tune.loguniform(0.01, 1)}``.
     Each score of the center is reported: ``accuracy``, ``loss``, and so on, with ``samples``,
-    ``epoch`` and ``seconds``, the folder of the run as ``run``, and its newest checkpoint. A trial
-    that Tune starts again on the same machine, or with ``run.storage_path`` on any, resumes its
-    run.
+    ``epoch``, ``seconds``, ``bytes`` and ``messages``, the folder of the run as ``run``, and its
+    newest checkpoint. A trial that Tune starts again on the same machine, or with
+    ``run.storage_path`` on any, resumes its run.
 
     Args:
         config: the settings of all trials; ``run.run_dir`` and ``run.resume`` are the trial's.

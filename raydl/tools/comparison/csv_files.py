@@ -48,13 +48,17 @@ def write_curves(runs: Sequence[Run], path: Path) -> None:
                 "period": run.config.method.period,
                 "lr": run.config.optimizer.lr,
                 "seed": run.seed,
-                **run.trial,
+                **{name: v for name, v in run.trial.items() if name not in _NAMED},
                 **score,
             }
             for run in runs
             for score in (run.figures or {}).get("evaluations", ())
         ],
     )
+
+
+_NAMED = ("method.period", "optimizer.lr")
+"""Settings with columns of their own in every comparison."""
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -27,6 +27,7 @@ COLUMNS = {
     "staleness": ("staleness", "{:.2f}"),
     "samples_per_s": ("samples/s", "{:,.0f}"),
     "seconds": ("seconds", "{:.1f}"),
+    "samples": ("samples", "{:,.0f}"),
     "bytes": ("bytes", BYTES),
     "messages": ("messages", "{:,.0f}"),
 }
