@@ -205,6 +205,8 @@ class SyncStrategy:
             context.config.training, epoch_samples=self._ledger.num_samples
         )
         self._seconds = snapshot.progress.seconds
+        self._num_bytes = snapshot.progress.num_bytes
+        self._num_messages = snapshot.progress.num_messages
         self._round = self.version = snapshot.progress.round
         """Number of rounds completed since the run began. ``version`` rises after the round's
         record is made, so that a report with the round has its record, too."""
@@ -497,9 +499,10 @@ class SyncStrategy:
         share = share_round(
             num_free, max_steps=max_steps, batch_size=self._config.training.batch_size
         )
+        is_skewed = self._config.input.skew is not None
         claims = {
-            worker: self._ledger.claim(worker, count)
-            for worker, count in zip(members, share.counts, strict=True)
+            worker: self._ledger.claim(worker, count, share=rank if is_skewed else None)
+            for rank, (worker, count) in enumerate(zip(members, share.counts, strict=True))
         }
         own = share.num_steps[self._context.rank]
         return Claim(*claims[self._context.worker_id], own), share
@@ -515,6 +518,7 @@ class SyncStrategy:
             num_samples=self._ledger.num_done_ever + self._samples_before[step],
             num_steps=self._num_steps + step,
             seconds=self._seconds,
+            num_bytes=self._num_bytes,
         )
 
     def begin_step(self, step: int, lr: float) -> None:
@@ -534,6 +538,7 @@ class SyncStrategy:
         self._num_steps += self._round_steps
         if self._round_steps:  # else nothing was exchanged, and there are no sums
             self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
+            self._count_sent()
             self.equality.note(sums.equality, round=self._round)
         self.num_cuts += sums.lr_cut > 0
         outcome = self._outcome(sums)
@@ -556,6 +561,18 @@ class SyncStrategy:
             publishes=self._context.rank == 0 and (keeps or evaluates or is_over),
             is_score_due=self._is_score_due(outcome, evaluates=evaluates, votes=sums.score),
         )
+
+    def _count_sent(self) -> None:
+        """Count what all ranks have sent for the round; the same on all ranks."""
+        p, size = self._context.membership.num_workers, self._config.method.group_size
+        is_gathered = self._tuning.compression != "none"
+        self._num_bytes += bytes_of_all(self._exchange_bytes, p, is_gathered=is_gathered)
+        self._num_messages += p * len(self.exchanges)
+        if size > 1:  # each replica sums its gradients in every step
+            num_sums = self._round_steps * (p // size)
+            gradients = self._context.flat.weights.nbytes
+            self._num_bytes += num_sums * bytes_of_all(gradients, size, is_gathered=False)
+            self._num_messages += num_sums * size
 
     def _is_score_due(self, outcome: Outcome, *, evaluates: bool, votes: float) -> bool:
         """Whether the workers score the center now.
@@ -594,7 +611,10 @@ class SyncStrategy:
     def _outcome(self, sums: Header) -> Outcome:
         num_done = self._ledger.num_done_ever
         if self._stop_condition.is_reached(
-            num_samples=num_done, num_steps=self._num_steps, seconds=self._seconds
+            num_samples=num_done,
+            num_steps=self._num_steps,
+            seconds=self._seconds,
+            num_bytes=self._num_bytes,
         ):
             return Outcome.FINISHED
         if sums.stop > 0:
@@ -612,6 +632,8 @@ class SyncStrategy:
             num_samples=ledger.num_done_ever,
             local_step=self._num_steps,
             seconds=self._seconds,
+            num_bytes=self._num_bytes,
+            num_messages=self._num_messages,
         )
 
     def equality_number(self, numbers: Sequence[float] | None) -> float:
@@ -702,6 +724,21 @@ class SyncStrategy:
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._group.report()
+
+
+def bytes_of_all(num_bytes: int, num_workers: int, *, is_gathered: bool) -> int:
+    """Return the bytes that all ranks together send for one exchange.
+
+    A sum takes at least 2 (p - 1) messages: p - 1 to add them, p - 1 to spread the result. An
+    all-reduce that sends more, to take fewer turns, counts the same. If messages are gathered, each
+    goes to p - 1 others.
+
+    Args:
+        num_bytes: of the message of one rank.
+        num_workers: number of ranks p.
+        is_gathered: whether each rank receives all messages, as compressed ones.
+    """
+    return (num_workers if is_gathered else 2) * (num_workers - 1) * num_bytes
 
 
 def share_of_round(trained: Sequence[int], whole: Sequence[int], *, group_size: int = 1) -> float:

@@ -219,6 +219,8 @@ class Replica:
         """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
         """Workers that share this replica, or None."""
+        self.alter: Callable[[Tensor], Tensor] = lambda message: message
+        """Returns what is sent instead of a message; a planned fault may set it."""
         self._distances = Distances()
 
     def _lane_memory(self) -> dict[str, Tensor]:
@@ -326,7 +328,7 @@ class Replica:
             if not self._sent.numel():
                 self._sent = torch.empty_like(self.flat.weights)
             self._sent[span] = self.flat.weights[span]
-        message = self._message(exchange, step_plan)
+        message = self.alter(self._message(exchange, step_plan))
         f = self._dynamic_weights.distrust_at(span.start)
         self._check_message(message, exchange, f)
         exchange.begin(message, self.flat.buffers, header, f)

@@ -112,7 +112,24 @@ CONFLICTS = (
         "cannot be set " + _AT_CENTER + " in parts, without the names of parameters; set "
         "exchange.fragments 1, or choose a sync method",
     ),
+    Conflict(
+        "input.skew",
+        lambda x: x.config.input.skew is not None and x.scaling.max_workers < 2,
+        "needs at least 2 workers in scaling.num_workers, got {x.wanted_workers}: the data differ "
+        "between workers",
+    ),
+    Conflict(
+        "run.bad_workers",
+        lambda x: x.config.run.bad_workers is not None and x.scaling.max_workers < 1,
+        "needs workers in processes of their own: scaling.num_workers of 1 or more, got 0",
+    ),
     # the exchange
+    Conflict(
+        "training.bytes",
+        lambda x: x.config.training.bytes is not None and x.method.is_sync and x.fewest < 2,
+        "needs at least 2 workers in scaling.num_workers for {x.method.name}, got "
+        "{x.wanted_workers}: one worker alone sends nothing, so that the run would not end",
+    ),
     Conflict(
         "exchange.fragments",
         lambda x: x.exchange.fragments > x.method.period,

@@ -213,6 +213,7 @@ class AsyncStrategy:
             num_samples=self._assignment.num_done + by_all,
             num_steps=local_step,
             seconds=self._assignment.seconds,
+            num_bytes=self._assignment.num_bytes,
         )
 
     def begin_step(self, step: int, lr: float) -> None:
@@ -252,6 +253,8 @@ class AsyncStrategy:
                 num_samples=num_done,
                 local_step=local_step,
                 seconds=assignment.seconds,
+                num_bytes=assignment.num_bytes,
+                num_messages=assignment.num_messages,
             ),
             is_kept=is_kept,
             weights=torch.cat([e.center.weights for e in self.exchanges]).cpu().numpy(),

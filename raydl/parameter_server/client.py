@@ -114,6 +114,7 @@ class MessageExchange:
             is_home = self._is_last and shard == HOME
             values = self._encoded(message, part)
             session.num_bytes += values.nbytes
+            session.num_messages += 1
             request = session.make_request(
                 header, part, values, buffers if is_home else None, message, distrust=distrust
             )
@@ -229,6 +230,8 @@ class ClientSession:
         """Positions trained since this worker entered that a message sent now would contain."""
         self.num_bytes = 0
         """Bytes sent and received since the last completion."""
+        self.num_messages = 0
+        """Messages sent since the last completion."""
         self.takes_turn = False
         """Whether the next exchange waits for this worker's turn before it sends anything."""
         self.assignment: Assignment | None = None
@@ -283,6 +286,7 @@ class ClientSession:
         completion = None
         if buffers is not None:
             num_bytes, self.num_bytes = self.num_bytes, 0
+            num_messages, self.num_messages = self.num_messages, 0
             changes, replaces = self._pop_buffer_changes()
             completion = Completion(
                 header,
@@ -292,6 +296,7 @@ class ClientSession:
                 num_bytes,
                 changes,
                 replaces,
+                num_messages,
             )
         now = self.now()
         return Request(

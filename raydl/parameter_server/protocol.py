@@ -103,6 +103,8 @@ class Completion:
     replaces: tuple[str, ...] = ()
     """In the first completion of a worker as rank 0, the names of all these buffers: those that are
     not in ``non_trainable`` are as in the run's first model."""
+    num_messages: int = 1
+    """Messages that it sent since its last completion, this one included."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ class Assignment:
     """How often the learning rate was cut, for the schedule ``plateau``."""
     share_of_round: float = 1.0
     """Local steps of the claims / those of a whole round of this worker; below 1 in its last."""
+    num_bytes: int = 0
+    """Bytes of all completed exchanges; see ``raydl.core.progress.Progress``."""
+    num_messages: int = 0
+    """Messages of all completed exchanges."""
 
 
 @dataclass(frozen=True)

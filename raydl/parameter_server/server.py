@@ -95,6 +95,8 @@ class CenterServer:
             version=snapshot.progress.round,
             seconds=snapshot.progress.seconds,
             local_step=snapshot.progress.local_step,
+            num_bytes=snapshot.progress.num_bytes,
+            num_messages=snapshot.progress.num_messages,
             non_trainable=snapshot.non_trainable,
         )
         self.coordinator.num_cuts = snapshot.num_cuts

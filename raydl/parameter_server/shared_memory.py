@@ -281,6 +281,7 @@ class MappedExchange:
                 weights.detach(), self.center.weights, self._now, out=self._pull
             )
         session.num_bytes += 2 * self._pull.nbytes
+        session.num_messages += 1
         if self._is_last:  # only after the center has moved: completed samples count as done
             request = session.make_request(header, (0, 0), NOTHING, buffers)
             self._pending = self._client.request(HOME, request)

@@ -263,6 +263,7 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> b
         num_samples=snapshot.progress.num_samples,
         num_steps=snapshot.progress.local_step,
         seconds=snapshot.progress.seconds,
+        num_bytes=snapshot.progress.num_bytes,
     )
     return is_reached or ended_by in [callback.name for callback in callbacks_of(config)]
 
@@ -274,7 +275,7 @@ def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> N
         f"the run is complete: {ended_because}; change {ended_by.partition(' ')[0]} to train on"
         if ended_by
         else f"the run is complete at epoch {at.epoch:g}, step {at.local_step}; "
-        f"raise training.epochs (or steps, samples, seconds) to train on",
+        f"raise training.epochs (or steps, samples, seconds, bytes) to train on",
     )
 
 

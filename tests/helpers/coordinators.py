@@ -5,7 +5,15 @@ import pytest
 import torch
 from scenarios import ALL
 
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.config import (
+    ExchangeConfig,
+    InputConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
@@ -69,6 +77,7 @@ def make_coordinator(
     workers=("w0", "w1"),
     ledger=None,
     non_trainable=None,
+    skew=None,
     **training,
 ):
     training = training or {"epochs": 2}
@@ -76,6 +85,8 @@ def make_coordinator(
         method=MethodConfig(name=method, period=period),
         training=TrainingConfig(batch_size=5, **training),
         exchange=ExchangeConfig(timeout_s=timeout_s),
+        input=InputConfig(skew=skew),
+        scaling=ScalingConfig(num_workers=len(workers)) if skew else ScalingConfig(),
     )
     clock = (lambda: now[0]) if now else (lambda: 0.0)
     ledger = ledger or Ledger(num_samples)
