@@ -220,7 +220,7 @@ class Replica:
         self.partners: Partners | None = None
         """Workers that share this replica, or None."""
         self.alter: Callable[[Tensor], Tensor] = lambda message: message
-        """Returns what is sent instead of a message; a planned fault may set it."""
+        """Returns what is sent instead of a lane of a message; a planned fault may set it."""
         self._distances = Distances()
 
     def _lane_memory(self) -> dict[str, Tensor]:
@@ -328,7 +328,9 @@ class Replica:
             if not self._sent.numel():
                 self._sent = torch.empty_like(self.flat.weights)
             self._sent[span] = self.flat.weights[span]
-        message = self.alter(self._message(exchange, step_plan))
+        message = self._message(exchange, step_plan)
+        lanes = {name: self.alter(lane) for name, lane in message.lanes.items()}
+        message = replace(message, lanes=lanes)
         f = self._dynamic_weights.distrust_at(span.start)
         self._check_message(message, exchange, f)
         exchange.begin(message, self.flat.buffers, header, f)
