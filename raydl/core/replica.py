@@ -297,7 +297,7 @@ class Replica:
         if self._rule.takes_steps:
             self._local_step(count)
         else:
-            self._count_step()
+            self._count_step(count)
         try:
             self.begin(step_plan)
             arrivals = self._wait(step_plan)
@@ -373,8 +373,10 @@ class Replica:
         before = self._travelled
         self._travelled = replace(before, samples=before.samples + samples)
 
-    def _count_step(self) -> None:
+    def _count_step(self, count: float) -> None:
         self.num_steps += 1
+        if not count:
+            return
         before = self._travelled
         self._travelled = replace(before, steps=before.steps + 1, rates=before.rates + self._lr)
 
@@ -466,7 +468,7 @@ class Replica:
 
     def _local_step(self, count: float) -> None:
         """Step the inner optimizer, if the batch counts; without one, gradients accumulate."""
-        self._count_step()
+        self._count_step(count)
         if self._optimizer is None:
             return
         with self._parts.measure("replica_update"):

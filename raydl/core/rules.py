@@ -101,7 +101,7 @@ class Travelled:
     """What its samples count: their number, or what the loss is a mean over, such as labelled
     tokens (``raydl.tasks.Counter``)."""
     steps: int = 0
-    """Local steps, those without samples too."""
+    """Local steps with samples."""
     rates: float = 0.0
     """Sum of the learning rates of these steps."""
 

@@ -159,7 +159,9 @@ class Controller:
             config,
             self.worker_registry,
             own_states=own_states,
-            hands_over=method.rule.ahead or self.lost_residuals.may_exist,
+            hands_over=method.rule.ahead
+            or bool(method.rule.keeps)
+            or self.lost_residuals.may_exist,
             lost_residuals=self.lost_residuals,
             log=self._log,
             clock=clock,

@@ -31,8 +31,8 @@ class FedNova(Outer):
         self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
     ) -> Message:
         """Return D / a, and a."""
-        steps = max(1, replica.since.steps)
-        direction = torch.sub(center, replica.x, out=out["direction"]).div_(steps)
+        steps = replica.since.steps
+        direction = torch.sub(center, replica.x, out=out["direction"]).div_(max(1, steps))
         return Message({"direction": direction}, numbers={"steps": steps})
 
     def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:

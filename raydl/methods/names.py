@@ -17,6 +17,7 @@ from raydl.methods.easgd import (
     SyncMEASGD,
 )
 from raydl.methods.fednova import FedNova
+from raydl.methods.heloco import HeLoCo
 from raydl.methods.local_sgd import LocalSGD
 from raydl.methods.master_sgd import AsyncMSGD, AsyncSGD, HogwildMSGD, HogwildSGD
 from raydl.methods.scaffold import Scaffold
@@ -30,7 +31,7 @@ METHODS: dict[str, type[Rule]] = {
         OriginalEASGD, AsyncSGD, AsyncMSGD, HogwildSGD, HogwildMSGD, AsyncEASGD, AsyncMEASGD,
         EAMSGD, HogwildEASGD, HogwildMEASGD, SyncEASGD, SyncMEASGD, SyncSGD, SyncMSGD, LocalSGD,
         DiLoCo, AsyncDiLoCo, SparseLoCo, StreamingDiLoCo, RestartedDiLoCo, SlowMo, FedNova,
-        Scaffold, DCASGD,
+        Scaffold, DCASGD, HeLoCo,
     )
 }  # fmt: skip
 """Every named method. Those of SC17 (arXiv 1708.02983) have their names there."""

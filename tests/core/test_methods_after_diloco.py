@@ -19,6 +19,7 @@ from raydl.methods import resolve
 from raydl.methods.dc_asgd import DCASGD
 from raydl.methods.diloco import RestartedDiLoCo
 from raydl.methods.fednova import FedNova
+from raydl.methods.heloco import HeLoCo
 from raydl.methods.scaffold import Scaffold
 from raydl.methods.slowmo import SlowMo
 from raydl.methods.streaming_diloco import StreamingDiLoCo
@@ -140,6 +141,35 @@ def test_restarted_diloco_by_hand():
         meet(center, replica_at(center.rule, before - 1))
         moves.append(before - center.weights.item())
     assert moves == [1.5, 1.75, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("progress", "corrected"),
+    [
+        ((3.0, 4.0), (3.0, 4.0)),  # cos 3/5: as it is
+        ((-3.0, 4.0), (-3.0 + 0.5 * 0.6 * (5 / 8) * 0.6 * 5, 4.0)),  # cos -3/5, f = 5/8
+        ((0.0, 5.0), (5 * 5 / 34**0.5, 5 * 3 / 34**0.5)),  # cos 0: l = 5/8, u = (5, 3)/8
+    ],
+)
+def test_heloco_turns_progress_by_its_angle_to_the_momentum(progress, corrected):
+    """m = (1, 0), h = 3, s = 1/2, d = 1."""
+    given = torch.tensor(progress, dtype=torch.float64)
+    HeLoCo().correct_(given, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    assert given.tolist() == pytest.approx(corrected)
+
+
+def test_heloco_begins_as_diloco_with_a_part_of_each_message():
+    """m = 0, p = 4: D = 4 / 2 = 2, m = 2, c = 10 - 1/2 * (2 + 1/2*2) = 8.5."""
+    center = center_at(HeLoCo(0.5, momentum=0.5), 10)
+    meet(center, replica_at(center.rule, 6), now=Now(4))
+    assert center.weights.item() == 8.5
+
+
+def test_fednova_counts_a_worker_that_took_no_step_as_one_that_stayed():
+    """D = 4 in 4 steps, and no step: mean(a) = 2, mean(D/a) = 1/2, c = 10 - 1."""
+    center = center_at(FedNova(), 10)
+    meet(center, replica_at(center.rule, 6, steps=4), replica_at(center.rule, 10, steps=0))
+    assert center.weights.item() == 9
 
 
 def test_streaming_diloco_mixes_the_center_into_the_replica_as_it_is_at_landing():
