@@ -53,7 +53,7 @@ def _description(kind: type[Rule]) -> str:
     if kind.outer is not None:
         defaults += [f"--method.outer-lr {kind.outer[0]:g}"]
         defaults += [f"--method.outer-momentum {kind.outer[1]:g}"]
-    options = ",".join(f"{name}={value}" for name, value in options_of(kind).items())
+    options = ",".join(f"{name}={value!r}" for name, value in options_of(kind).items())
     defaults += [f"--method.options {options}"] if options else []
     defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
     return (

@@ -24,6 +24,7 @@ a group of workers is one replica in several processes. Only groups exchange wit
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -35,7 +36,7 @@ from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Arrival, Header, host_like, mean_message, toward_center
 from raydl.core.reports import AllreduceReport
-from raydl.core.rules import Mail, Message, Now, Rule, State
+from raydl.core.rules import Letter, Mail, Message, Now, Rule, State
 from raydl.metrics import TimeParts
 
 HEADER_SIZE = len(dataclasses.fields(Header))
@@ -441,7 +442,10 @@ class GatheredExchange:
         self._all = self._message.new_zeros((group.num_workers, self.num_bytes))
         self._all_rest = self._all[:, start:].view(self._rest.dtype)
         self._total = center.weights.new_zeros(num_values)
-        self._decoded = torch.zeros_like(self._total)
+        num_kept = 1 if self._rule.sums else group.num_workers
+        self._decoded = center.weights.new_zeros(num_kept, num_values)
+        """The newest message, or that of each rank for a rule without sums."""
+        self._group_size = group_size
         self._seen = torch.zeros_like(center.weights)
 
     def begin(
@@ -454,8 +458,8 @@ class GatheredExchange:
         if self._rule.ahead:
             codec = self._codec
             codec.encode(torch.sub(values, self.center.weights, out=self._total), out=encoded)
-            codec.decode(encoded, out=self._decoded)
-            torch.add(self.center.weights, self._decoded, out=self._seen)
+            codec.decode(encoded, out=self._decoded[0])
+            torch.add(self.center.weights, self._decoded[0], out=self._seen)
         else:
             encoded.copy_(self._feedback.encode(values, message.weight))
         num_buffers = self.center.buffers.numel()
@@ -473,12 +477,15 @@ class GatheredExchange:
         assert self._work is not None, "begin comes first"
         work, self._work = self._work, None
         work.wait()
+        weights: list[float] = []
         self._total.zero_()
         self._rest.zero_()
         for rank, numbers in enumerate(self._all_rest[:, self.center.buffers.numel() :].tolist()):
-            self._codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
+            decoded = self._decoded[rank % len(self._decoded)]
+            self._codec.decode(self._all[rank, : self._num_encoded], out=decoded)
             header, _ = self._tail.read(numbers)
-            self._total.add_(self._decoded, alpha=header.weight)
+            weights.append(header.weight)
+            self._total.add_(decoded, alpha=header.weight)
             self._rest.add_(self._all_rest[rank])
         self._sums.take(
             self._group.num_workers,
@@ -487,6 +494,10 @@ class GatheredExchange:
             *self._tail.read(self._numbers.tolist()),
         )
         sums = self._sums
+        if not self._rule.sums:
+            letters = zip(self._decoded, weights, strict=True)
+            of_replicas = itertools.islice(letters, 0, None, self._group_size)
+            sums.mail.letters = [Letter(self._rule.lanes_of(v), w) for v, w in of_replicas]
         if not self._rule.ahead:
             sent = self._rule.lanes_of(self._feedback.decoded)
             return Arrival(sums.now, sums.header, sent=sent)

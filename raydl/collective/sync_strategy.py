@@ -335,7 +335,8 @@ class SyncStrategy:
         settings, context = self._config.exchange, self._context
         group_size = self._config.method.group_size
         exchange: SyncExchange | GatheredExchange
-        if (compression := self._tuning.compression) != "none":
+        compression = self._tuning.compression
+        if compression != "none" or not context.method.rule.sums:
             exchange = GatheredExchange(
                 self._group,
                 center,
@@ -565,7 +566,7 @@ class SyncStrategy:
     def _count_sent(self) -> None:
         """Count what all ranks have sent for the round; the same on all ranks."""
         p, size = self._context.membership.num_workers, self._config.method.group_size
-        is_gathered = self._tuning.compression != "none"
+        is_gathered = self._tuning.compression != "none" or not self._context.method.rule.sums
         self._num_bytes += bytes_of_all(self._exchange_bytes, p, is_gathered=is_gathered)
         self._num_messages += p * len(self.exchanges)
         if size > 1:  # each replica sums its gradients in every step

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from raydl.config import MethodConfig
+from raydl.errors import ConfigError
 
 BLOCK = 1 << 19
 """Floats per block, 2 MiB: several vectors of it fit in the shared cache, and a pass over it takes
@@ -138,6 +139,15 @@ class Now:
     exchange at once."""
 
 
+@dataclass(frozen=True)
+class Letter:
+    """One message as the center decoded it."""
+
+    lanes: Mapping[str, Tensor]
+    """By lane, its vector, shape [n]; may be overwritten."""
+    weight: float
+
+
 @dataclass
 class Mail:
     """The messages that meet in one update of the center, as weighted sums."""
@@ -150,6 +160,19 @@ class Mail:
     """The sum of their weights; not 0."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """By name, the sum of the numbers, each times the weight of its message."""
+    letters: Sequence[Letter] | None = None
+    """Each message, in the order of the ranks, for a rule without ``sums``."""
+
+    def each(self) -> Sequence[Letter]:
+        """Return the messages one by one, in the order of the ranks.
+
+        Raises:
+            ConfigError: if the rule has not asked for them.
+        """
+        if self.letters is None:
+            problem = "asks for each message, so it must set sums = False (docs/algorithms.md)"
+            raise ConfigError("method.name", problem)
+        return self.letters
 
     def total(self, lane: str) -> Tensor:
         """Return the weighted sum of a lane, shape [n]; it may be overwritten."""
@@ -226,6 +249,8 @@ class Rule:
     Attributes:
         lanes: names of the vectors of a message.
         numbers: names of the numbers of a message, beside its weight.
+        sums: False: the center sees each message (``Mail.each``). They are gathered then, which
+            costs p - 1 messages and the memory of p.
         keeps: names of vectors that each replica keeps between messages.
         shared: names of vectors beside the center.
         shared_numbers: names of numbers beside the center.
@@ -252,6 +277,7 @@ class Rule:
 
     lanes: tuple[str, ...] = ("progress",)
     numbers: tuple[str, ...] = ()
+    sums: bool = True
     keeps: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     shared_numbers: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from raydl.config.learning import STRATEGIES
 from raydl.core.rules import (
     AheadRule,
     GradientRule,
+    Letter,
     Mail,
     Message,
     Now,
@@ -45,6 +46,7 @@ _SETTINGS: dict[str, type] = {
     "shared": tuple,
     "shared_numbers": tuple,
     "ahead": bool,
+    "sums": bool,
     "takes_steps": bool,
     "strategy": str,
     "period": int,
@@ -179,10 +181,14 @@ def _check_names(rule: Rule, name: str) -> None:
         if not (isinstance(names, tuple) and all(isinstance(n, str) for n in names)):
             problem = f"{name}.{key} must be a tuple of names, got {names!r}"
             raise ConfigError("method.name", problem)
-    for key in ("ahead", "takes_steps"):
+    for key in ("ahead", "takes_steps", "sums"):
         if not isinstance(getattr(rule, key), bool):
             problem = f"{name}.{key} must be True or False, got {getattr(rule, key)!r}"
             raise ConfigError("method.name", problem)
+    if rule.ahead and not rule.sums:
+        raise ConfigError(
+            "method.name", f"{name}.sums must be True for weights that are sent ahead"
+        )
     is_simple = rule.ahead or not rule.takes_steps
     if not rule.lanes or (is_simple and len(rule.lanes) != 1):
         wanted = "one name, since it sends its weights or gradients" if is_simple else "names"
@@ -312,7 +318,9 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
         sums = {lane: values.roll(number + i) for i, lane in enumerate(rule.lanes)}
         weight = float(count) if rule.takes_steps else 8.0
         numbers = dict.fromkeys(rule.numbers, weight)
-        rule.merge_(handle, Mail(sums, count, weight, numbers), state, _NOW)
+        letters = [Letter({k: v / count for k, v in sums.items()}, weight / count)] * count
+        mail = Mail(sums, count, weight, numbers, None if rule.sums else letters)
+        rule.merge_(handle, mail, state, _NOW)
         if number + 1 >= least and not torch.equal(center, before):
             return
     raise ConfigError(

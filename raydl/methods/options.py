@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raydl.errors import ConfigError, UnknownNameError
@@ -73,3 +74,17 @@ def at_least(name: str, value: Any, least: int) -> int:
         problem = f"must have {name} as a whole number of at least {least}, got {value!r}"
         raise ConfigError(_SETTING, problem)
     return value
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return an option that is one of some words.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if value not in choices:
+        problem = (
+            f"must have {name} as {' or '.join(repr(word) for word in choices)}, got {value!r}"
+        )
+        raise ConfigError(_SETTING, problem)
+    return str(value)

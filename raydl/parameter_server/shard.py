@@ -21,7 +21,7 @@ from raydl.core.center import Center, MakeOptimizer
 from raydl.core.codecs import Codec, side_by_side
 from raydl.core.exchange import toward_center
 from raydl.core.membership import Membership
-from raydl.core.rules import Mail, Now, Rule, mix_buffers_
+from raydl.core.rules import Letter, Mail, Now, Rule, mix_buffers_
 from raydl.data.ledger import Span
 from raydl.parameter_server.protocol import (
     NOTHING,
@@ -356,6 +356,9 @@ class Shard:
         total = toward_center(total, center.weights, request.distrust)
         numbers = {name: number * request.weight for name, number in request.numbers.items()}
         mail = Mail(self._rule.lanes_of(total), count=1, weight=request.weight, numbers=numbers)
+        if not self._rule.sums:
+            lanes = {name: lane / (request.weight or 1.0) for name, lane in mail.sums.items()}
+            mail.letters = [Letter(lanes, request.weight)]
         staleness = cell.num_messages - cell.answered.get(worker_id, cell.num_messages)
         now = Now(request.num_workers, request.share_of_round, staleness)
         center.apply_(mail, center.buffers, now)

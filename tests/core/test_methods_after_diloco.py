@@ -1,5 +1,7 @@
 """The methods after DiLoCo, worked by hand for two workers, and against NumPy."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import tensor_spans
 from raydl.core.reports import Outcome
-from raydl.core.rules import Mail, Now, ReplicaSpan, State, Travelled
+from raydl.core.rules import Letter, Mail, Now, ReplicaSpan, State, Travelled
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.methods import resolve
 from raydl.methods.dc_asgd import DCASGD
@@ -22,6 +24,7 @@ from raydl.methods.fednova import FedNova
 from raydl.methods.heloco import HeLoCo
 from raydl.methods.scaffold import Scaffold
 from raydl.methods.slowmo import SlowMo
+from raydl.methods.sparse_loco import SparseLoCo
 from raydl.methods.streaming_diloco import StreamingDiLoCo
 
 
@@ -193,6 +196,39 @@ def test_the_residual_of_sparse_loco_decays(decay):
     assert feedback.residual.tolist() == [0.25, 0]
 
 
+def test_sparse_loco_as_released_averages_each_place_over_its_senders_by_hand():
+    """Lengths 3, 4 and 8: the median is 4, so the last is cut to half.
+
+    Place 0: (3 + 4) / 2 = 3.5 ; place 1: 4 / 1 = 4 ; place 2: nobody sent it.
+    """
+    center = center_at(SparseLoCo(merge="senders"), 0, 0, 0)
+    sent = ([3.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 8.0, 0.0])
+    letters = [Letter({"progress": torch.tensor(v, dtype=torch.float64)}, 1.0) for v in sent]
+    total = sum(letter.lanes["progress"] for letter in letters)
+    center.apply_(Mail({"progress": total}, 3, 3.0, {}, letters), NO_BUFFERS, Now(3))
+    assert center.weights.tolist() == [-3.5, -4, 0]
+
+
+@pytest.mark.parametrize("compression", ["none", "topk:0.5"])
+def test_a_rule_without_sums_sees_each_message_on_every_rank(compression):
+    exchange = ExchangeConfig(timeout_s=20.0, compression=compression)
+    config = scenario_config("sparse-loco", epochs=3, lr=0.05, period=4, exchange=exchange)
+    config = dataclasses.replace(
+        config, method=dataclasses.replace(config.method, options="merge='senders'")
+    )
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(31)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 3
+    centers = [worker.runner.center().weights for worker in ensemble.workers]
+    assert all(np.array_equal(centers[0], other) for other in centers[1:])
+    assert not np.array_equal(centers[0], ensemble.first.weights)
+
+
+def test_a_rule_that_asks_for_each_message_must_say_so():
+    mail = Mail({"progress": torch.ones(1)}, 1, 1.0)
+    with pytest.raises(ConfigError, match="asks for each message, so it must set sums = False"):
+        mail.each()
+
+
 def sparse_loco_in_numpy(progress, *, decay, codec):
     """Return what moved the center: e <- b*e + D ; q = Q(e) ; e <- e - q, for one worker."""
     e, moved = np.zeros_like(progress[0]), np.zeros_like(progress[0])
@@ -275,7 +311,8 @@ def test_the_options_of_a_method_are_its_arguments():
     [
         ("sparse-loco", "decay=2", "method.options must have decay from 0 to 1, got 2"),
         ("sparse-loco", "decay='a'", "method.options must have decay from 0 to 1, got 'a'"),
-        ("sparse-loco", "k=3", "method.options has no k for sparse-loco; there are decay"),
+        ("sparse-loco", "k=3", "method.options has no k for sparse-loco; there are decay, merge"),
+        ("sparse-loco", "merge='all'", "method.options must have merge as 'mean' or 'senders', g"),
         ("sparse-loco", "lr=3", "method.options must not have lr: set method.outer_lr"),
         ("sync-easgd", "beta=1", "method.options must not have beta: set method.beta"),
         ("sync-easgd", "decay=1", "method.options must be empty for sync-easgd, which has none"),
