@@ -42,10 +42,10 @@ def list_methods(arguments: Sequence[str]) -> int:
 
 def _description(kind: type[Rule]) -> str:
     """Return name, equation, source and defaults of a method."""
-    docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
-    equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
     from raydl.methods.options import options_of
 
+    docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
+    equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
     step = kind.local_step
     defaults = [f"--method.period {kind.period}", f"--lr {step.lr:g}"]
     defaults += [f"--momentum {step.momentum:g}"] if step.momentum else []
@@ -56,8 +56,10 @@ def _description(kind: type[Rule]) -> str:
     options = ",".join(f"{name}={value!r}" for name, value in options_of(kind).items())
     defaults += [f"--method.options {options}"] if options else []
     defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
+    first, _, rest = equation.partition("\n\n")
+    is_said = first.replace("\n", " ").rstrip(".") == kind.sentence()
     return (
-        f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{equation}\n\n"
+        f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{rest if is_said else equation}\n\n"
         f"source: {kind.source}\ndefaults: {' '.join(defaults)}"
     )
 
