@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from raydl.core.rules import Tally
+from raydl.core.rules import Mail, Now, State
 from raydl.methods.outer import Outer
 
 NUM_SAMPLES = 600
@@ -71,14 +71,9 @@ class AllProgress(Outer):
 
     period = 2
 
-    def make_center_optimizer(self, tensors: list[torch.Tensor]) -> None:
-        """Return None: the center has no optimizer."""
-
-    def update_center_(
-        self, center: torch.Tensor, total: torch.Tensor, tally: Tally, optimizer: object
-    ) -> None:
+    def merge_(self, center: torch.Tensor, mail: Mail, state: State, now: Now) -> None:
         """Add the progress of all workers."""
-        center.sub_(total)
+        center.sub_(mail.total("progress"))
 
 
 class AllProgressByMessages(AllProgress):

@@ -34,8 +34,8 @@ from raydl.run.result import Result, RunCheckpoint
 from raydl.storage import Storage
 from raydl.text.redaction import has_credentials, redact, redact_values
 from raydl.tools.comparison import Comparison, compare
-from raydl.tools.comparison.runner import load_complete
 from raydl.tools.comparison.settings import plan
+from raydl.tools.runs import load_complete
 
 # the function
 

@@ -24,7 +24,7 @@ from raydl.errors import CheckpointError, reading_error
 from raydl.storage import Storage, below
 
 FILE = "best.safetensors"
-_OPTIONAL = {"generation", "local_step", "driver_epoch"}
+_OPTIONAL = {"generation", "local_step", "driver_epoch", "num_bytes", "num_messages"}
 """Names that are absent in files of earlier versions."""
 
 
@@ -57,12 +57,7 @@ class Best:
 
     def figures(self) -> dict[str, Any]:
         """Return the entry of ``result.json``, with the keys of an evaluation."""
-        return {
-            "round": self.progress.round,
-            "samples": self.progress.num_samples,
-            "seconds": self.progress.seconds,
-            **self.metrics,
-        }
+        return {**self.progress.of_score(), **self.metrics}
 
 
 class BestCenter:

@@ -8,7 +8,7 @@ from raydl.config.typed import Amount, Count, Keys, Seconds, typed
 from raydl.storage import Storage
 
 Score: TypeAlias = Annotated[dict[str, float], Keys(("samples", "seconds"))]
-"""A score of the center: round, samples, seconds, and each metric."""
+"""A score of the center: round, samples, seconds, bytes, messages, and each metric."""
 
 
 class Figures(TypedDict, total=False):
@@ -29,6 +29,8 @@ class Figures(TypedDict, total=False):
     faults_fired: list[str]
     first_train_loss: float | None
     exchange_bytes: Amount
+    bytes: Count
+    messages: Count
     warnings: list[str]
     best: dict[str, float | None] | None
     allreduce: dict[str, Any] | None

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
 from raydl.cli.options import parse_train, print_table
-from raydl.config.run import RUNS
-from raydl.errors import STOPPED
 
 _Own = TypeVar("_Own")
 
@@ -31,19 +27,10 @@ def weak_scaling(arguments: Sequence[str]) -> int:
     from raydl.tools.weak_scaling import WeakScaling, measure
 
     settings = parse_own(WeakScaling, arguments, prog="raydl weak-scaling")
-    out = Path(settings.out or time.strftime(f"{RUNS}/weak-scaling-%Y%m%d-%H%M%S"))
-    rows: list[dict[str, Any]] = []
-
-    def report(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(f"{row['workers']} worker(s): {row['samples_per_s']:,.0f} samples/s")
-
-    command = f"raydl weak-scaling {shlex.join(arguments)}"
-    if stopped_by := measure(settings, out, command=command, report=report):
-        return STOPPED.get(stopped_by, 1)
-    _print(rows)
-    print(f"  figures:      {out}/weak_scaling.json")
-    return 0
+    status, rows = measure(settings, command=f"raydl weak-scaling {shlex.join(arguments)}")
+    if rows:
+        _print(rows)
+    return status
 
 
 def parse_own(cls: type[_Own], arguments: Sequence[str], *, prog: str) -> _Own:

@@ -19,7 +19,7 @@ from raydl.errors import ConfigError
 _OPTION = "--config"
 _OF_ONE_RUN = ("run.name", "run.run-dir", "run.resume")
 """Settings of a ``config.json`` that belong to that run alone."""
-_LENGTHS = ("training.epochs", "training.steps", "training.samples", "training.seconds")
+_LENGTHS = tuple(f"training.{n}" for n in ("epochs", "steps", "samples", "seconds", "bytes"))
 """Settings of which one excludes the others."""
 _SWITCH = {"true": "", "yes": "", "on": "", "false": "no-", "no": "no-", "off": "no-"}
 _NOTHING = ("null", "~")

@@ -44,6 +44,8 @@ def list_methods(arguments: Sequence[str]) -> int:
 
 def _description(kind: type[Rule]) -> str:
     """Return name, equation, source and defaults of a method."""
+    from raydl.methods.options import options_of
+
     docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
     equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
     step = kind.local_step
@@ -54,8 +56,13 @@ def _description(kind: type[Rule]) -> str:
     if kind.outer is not None:
         defaults += [f"--method.outer-lr {kind.outer[0]:g}"]
         defaults += [f"--method.outer-momentum {kind.outer[1]:g}"]
+    options = ",".join(f"{name}={value!r}" for name, value in options_of(kind).items())
+    defaults += [f"--method.options {options}"] if options else []
+    defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
+    first, _, rest = equation.partition("\n\n")
+    is_said = first.replace("\n", " ").rstrip(".") == kind.sentence()
     return (
-        f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{equation}\n\n"
+        f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{rest if is_said else equation}\n\n"
         f"source: {kind.source}\ndefaults: {' '.join(defaults)}"
     )
 

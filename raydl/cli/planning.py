@@ -273,13 +273,11 @@ def _predict_cost(
     spot_plan: SpotPlan | None,
 ) -> _MethodCost:
     """Return the predicted cost of a method with each number of workers."""
-    from raydl.core.rules import Sends
-
     plan = Plan(
         strategy=method.strategy,
         period=method.period,
         overlaps=method.overlap
-        and method.rule.sends is Sends.WEIGHTS
+        and method.rule.ahead
         and method.strategy != "round_robin",  # a custom rule; the cost model hides nothing there
         step_s=workload.step_s,
         num_bytes=workload.num_bytes,

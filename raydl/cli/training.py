@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from raydl.cli.options import parse_train, print_lines
 from raydl.config.run import RUNS
+from raydl.core.progress import AXES
 from raydl.errors import STOPPED
 from raydl.ray_backend import session as ray_session
 
 if TYPE_CHECKING:
     from raydl.run.result import Result
 
-_NO_METRICS = ("round", "samples", "seconds")
+_NO_METRICS = (*AXES,)
 """Values of an evaluation that are no metrics of the task."""
 
 

@@ -9,13 +9,13 @@ overlap; EASGD2: resident on the device; EASGD3: overlapped with the gradient
 
 Encoded values cannot be added. So each rank sends its compressed message to all others, and each
 decodes and sums all messages in rank order: the same bits everywhere. A rank then sends p - 1 short
-messages, where the all-reduce of uncompressed ones sends less than 2. If the rule sends weights, a
-lossy codec loses nothing: the message is the difference to the center, replica and center apply the
-difference as decoded, and the remainder is still part of the difference at the next exchange.
-Gradients and progress are sent only once, so error feedback adds the residual to the next message.
-A gradient is encoded as the mean over its samples, and each rank weighs it by their number, from
-the header: the residual of a full batch may meet a small one, or none. If the codec was changed to
-none, the next uncompressed message contains the residual.
+messages, where the all-reduce of uncompressed ones sends less than 2. Of weights, which are sent
+ahead, a lossy codec loses nothing: the message is the difference to the center, replica and
+center apply the difference as decoded, and the remainder is still part of the difference at the
+next exchange. All else is sent only once, so error feedback adds the residual to the next message.
+A sum of gradients is encoded as the mean over its samples, and each rank weighs it by their number,
+from the header: the residual of a full batch may meet a small one, or none. If the codec was
+changed to none, the next uncompressed message contains the residual.
 
 SC17 partitions a chip into groups of cores that keep identical weights by summing gradients; here
 a group of workers is one replica in several processes. Only groups exchange with the center.
@@ -24,6 +24,7 @@ a group of workers is one replica in several processes. Only groups exchange wit
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -33,16 +34,9 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import (
-    Arrival,
-    Header,
-    host_like,
-    mean_message,
-    message_weight,
-    toward_center,
-)
+from raydl.core.exchange import Arrival, Header, host_like, mean_message, toward_center
 from raydl.core.reports import AllreduceReport
-from raydl.core.rules import Sends, Tally
+from raydl.core.rules import Letter, Mail, Message, Now, Rule, State
 from raydl.metrics import TimeParts
 
 HEADER_SIZE = len(dataclasses.fields(Header))
@@ -141,64 +135,108 @@ def _whole() -> float:
     return 1.0
 
 
-def _sums_over_replicas(
-    group: Group,
-    group_size: int,
-    weights: Tensor,
-    buffers: Tensor,
-    header: Tensor,
-    share_of_round: float,
-) -> tuple[Tally, Header]:
-    """Turn sums over workers into sums over replicas, in place; return tally and header sums.
+class _Tail:
+    """The numbers at the end of a message: those of the header, then those of the rule.
 
-    The sums contain each replica once for each of the ``group_size`` workers that share it.
+    Args:
+        rule: names its numbers.
     """
-    num_replicas = group.num_workers // group_size
-    if group_size > 1:
-        weights.div_(group_size)
-        buffers.div_(group_size)
-    sums = Header(*header.tolist())
-    return Tally(num_replicas, num_replicas, sums.num_samples, share_of_round), sums
+
+    def __init__(self, rule: Rule) -> None:
+        self._names = rule.numbers
+        self.size = HEADER_SIZE + len(rule.numbers)
+        """How many numbers it has."""
+
+    def write(self, out: Tensor, message: Message, header: Header) -> None:
+        """Write the numbers, with the weight of the message, and those of the rule times it."""
+        header = replace(header, weight=message.weight)
+        own = [message.numbers[name] * message.weight for name in self._names]
+        out.copy_(torch.tensor([*header.numbers(), *own], dtype=out.dtype))
+
+    def read(self, values: Sequence[float]) -> tuple[Header, dict[str, float]]:
+        """Return the header and the numbers of a message, or their sums over several."""
+        own = zip(self._names, values[HEADER_SIZE:], strict=True)
+        return Header(*values[:HEADER_SIZE]), dict(own)
+
+
+class _Sums:
+    """The sums of one exchange over all ranks, in scratch memory.
+
+    Args:
+        rule: of the exchange.
+        group_size: number of workers that share one replica and send the same values.
+        share_of_round: see ``raydl.core.rules.Now``.
+    """
+
+    def __init__(self, rule: Rule, group_size: int, share_of_round: Callable[[], float]) -> None:
+        self._rule = rule
+        self._group_size = group_size
+        self._share_of_round = share_of_round
+        self.header = Header()
+        self.now = Now(1)
+        self.mail = Mail({}, count=0, weight=0.0)
+
+    def take(
+        self,
+        num_workers: int,
+        values: Tensor,
+        buffers: Tensor,
+        header: Header,
+        numbers: dict[str, float],
+    ) -> None:
+        """Turn sums over workers into sums over replicas, in place.
+
+        The sums contain each replica once for each of the workers that share it.
+        """
+        size = self._group_size
+        num_replicas = num_workers // size
+        if size > 1:
+            values.div_(size)
+            buffers.div_(size)
+            numbers = {name: number / size for name, number in numbers.items()}
+        self.header, self.now = header, Now(num_replicas, self._share_of_round())
+        self.mail = Mail(self._rule.lanes_of(values), num_replicas, header.weight / size, numbers)
 
 
 class _Feedback:
-    """What a rank's messages have left out of gradients or progress, in one span.
+    """What a rank's messages have left out, in one span.
 
     Args:
         feedback: this worker's codec, with its residual so far.
-        sends: what the rule sends.
+        rule: of the exchange.
         num_workers: number of messages in a sum.
     """
 
-    def __init__(self, feedback: ErrorFeedback, sends: Sends, num_workers: int) -> None:
+    def __init__(self, feedback: ErrorFeedback, rule: Rule, num_workers: int) -> None:
         self._feedback = feedback
-        self._sends = sends
+        self._is_sum = not rule.takes_steps
         self._num_workers = num_workers
         self._weight = 1.0
 
-    def weight(self, num_samples: float) -> float:
-        """Return what a message counts in the sum, by the samples in its header."""
-        return message_weight(self._sends, num_samples)
+    def encode(self, values: Tensor, weight: float) -> Tensor:
+        """Return the message of values + residual; of a sum, in the unit of its mean."""
+        self._weight = weight
+        mean = mean_message(values, weight) if self._is_sum else values.contiguous()
+        return self._feedback.encode(mean, share=float(weight > 0))
 
-    def encode(self, values: Tensor, header: Header) -> Tensor:
-        """Return the message of values + residual, in the unit of one sample for a gradient."""
-        self._weight = self.weight(header.num_samples)
-        mean = mean_message(values, self._weight)
-        return self._feedback.encode(mean, share=float(self._weight > 0))
+    def complete(self, values: Tensor, weight: float) -> Tensor:
+        """Return values + residual, times the weight, without a codec."""
+        if self._feedback.holds_back:
+            self.encode(values, weight)
+            return self._feedback.decoded.mul_(weight)
+        self._feedback.clear()
+        return values if self._is_sum or weight == 1 else values * weight
 
-    def complete(self, values: Tensor, header: Header) -> Tensor:
-        """Return values + residual, without a codec; the same tensor if there is no residual."""
-        if not self._feedback.holds_back:
-            self._feedback.clear()
-            return values
-        self.encode(values, header)
-        return self._feedback.decoded.mul_(self._weight)
+    @property
+    def decoded(self) -> Tensor:
+        """The newest message, as its receivers decoded it."""
+        return self._feedback.decoded
 
     def commit(self, sums: Header) -> None:
         """Keep what the message has left out, by what it counted in the sum."""
         if not self._feedback.is_open:
             return
-        mean_weight = self.weight(sums.num_samples / self._num_workers)
+        mean_weight = sums.weight / self._num_workers
         self._feedback.commit(self._weight / mean_weight if mean_weight else 0.0)
 
 
@@ -210,14 +248,12 @@ class SyncExchange:
         center: this rank's copy of the span, the same on all ranks.
         span: the span, in the flat parameters.
         round: number of the first round.
-        pieces: sizes of the parts to send one by one, which sum to the number of weights; None:
+        pieces: sizes of the parts to send one by one, which sum to the number of values; None:
             all in one message.
-        sends: what the rule sends.
-        feedback: what messages of an earlier codec have left out; None for a rule that sends
-            weights.
+        feedback: what messages of an earlier codec have left out; None for weights.
         group_size: number of workers that share one replica and send the same weights.
         share_of_round: returns the share of a whole round that this round has, as all ranks know it
-            (``raydl.core.rules.Tally``).
+            (``raydl.core.rules.Now``).
     """
 
     def __init__(
@@ -228,7 +264,6 @@ class SyncExchange:
         span: slice,
         round: int,
         pieces: Sequence[int] | None = None,
-        sends: Sends = Sends.WEIGHTS,
         feedback: ErrorFeedback | None = None,
         group_size: int = 1,
         share_of_round: Callable[[], float] = _whole,
@@ -237,37 +272,39 @@ class SyncExchange:
         self.span = span
         self.round = round
         self._group = group
-        self._group_size = group_size
-        self._feedback = None if feedback is None else _Feedback(feedback, sends, group.num_workers)
-        self._sums = Header()
-        self._share_of_round = share_of_round
+        self._rule = center.rule
+        self._tail = _Tail(center.rule)
+        self._sums = _Sums(center.rule, group_size, share_of_round)
+        self._feedback = (
+            None if feedback is None else _Feedback(feedback, center.rule, group.num_workers)
+        )
         self._work: list[Work] = []
-        self._tally = Tally(0, 0, 0.0)
-        num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
-        rest = num_buffers + HEADER_SIZE
-        self._message = center.weights.new_zeros(num_weights + rest)
+        num_values = len(self._rule.lanes) * center.weights.numel()
+        num_buffers = center.buffers.numel()
+        rest = num_buffers + self._tail.size
+        self._message = center.weights.new_zeros(num_values + rest)
         self.num_bytes = self._message.nbytes
         """Bytes of one exchange."""
-        self._weights, self._buffers, self._header = torch.split(
-            self._message, [num_weights, num_buffers, HEADER_SIZE]
+        self._values, self._buffers, self._numbers = torch.split(
+            self._message, [num_values, num_buffers, self._tail.size]
         )
         self._pieces: tuple[Tensor, ...] = (self._message,)
         if pieces is not None:
-            assert sum(pieces) == num_weights
+            assert sum(pieces) == num_values
             self._pieces = torch.split(self._message, [*pieces, rest])
 
     def begin(
-        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+        self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Copy the message to scratch memory and start the sum."""
         assert not self._work, "an exchange is in progress"
-        weights = toward_center(weights, self.center.weights, distrust)
+        values = toward_center(self._rule.joined(message), self.center.weights, distrust)
         if self._feedback is not None:
-            weights = self._feedback.complete(weights, header)
-        self._weights.copy_(weights)
+            values = self._feedback.complete(values, message.weight)
+        self._values.copy_(values)
         if self._buffers.numel():
             self._buffers.copy_(buffers)
-        self._header.copy_(torch.tensor(header.numbers(), dtype=self._header.dtype))
+        self._tail.write(self._numbers, message, header)
         self._work = [
             self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
         ]
@@ -282,17 +319,19 @@ class SyncExchange:
         work, self._work = self._work, []
         for piece in work:
             piece.wait()
-        self._tally, self._sums = _sums_over_replicas(
-            self._group, self._group_size, self._weights, self._buffers, self._header,
-            self._share_of_round(),
-        )  # fmt: skip
-        return Arrival(self._tally, self._sums)
+        self._sums.take(
+            self._group.num_workers,
+            self._values,
+            self._buffers,
+            *self._tail.read(self._numbers.tolist()),
+        )
+        return Arrival(self._sums.now, self._sums.header)
 
     def commit(self) -> None:
         """Move the center by the sum."""
-        self.center.apply_(self._weights, self._buffers, self._tally)
+        self.center.apply_(self._sums.mail, self._buffers, self._sums.now)
         if self._feedback is not None:
-            self._feedback.commit(self._sums)
+            self._feedback.commit(self._sums.header)
         self.round += 1
 
 
@@ -315,19 +354,28 @@ class StagedExchange:
         self._inner = inner
         self._parts = time_parts
         weights, buffers = inner.center.weights, inner.center.buffers
-        self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True))
-        self._host = host_like(self.center.weights)
+        state = State(
+            {
+                name: vector.to(device, copy=True)
+                for name, vector in inner.center.state.vectors.items()
+            }
+        )
+        self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True), state)
+        num_values = len(inner.center.rule.lanes) * weights.numel()
+        self._host = host_like(self.center.weights.new_empty(num_values))
         self._host_buffers = host_like(self.center.buffers)
 
     def begin(
-        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+        self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Copy to the host and start the sum there."""
+        rule = self._inner.center.rule
         with self._parts.measure("host_device_parameters"):
-            self._host.copy_(toward_center(weights, self.center.weights, distrust))
+            self._host.copy_(toward_center(rule.joined(message), self.center.weights, distrust))
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
-        self._inner.begin(self._host, self._host_buffers, header)
+        on_host = replace(message, lanes=rule.lanes_of(self._host))
+        self._inner.begin(on_host, self._host_buffers, header)
 
     def wait(self) -> Arrival:
         """Wait for the sum. Raises ExchangeError as the inner exchange does."""
@@ -342,6 +390,8 @@ class StagedExchange:
         with self._parts.measure("host_device_parameters"):
             self.center.weights.copy_(self._inner.center.weights)
             self.center.buffers.copy_(self._inner.center.buffers)
+            for name, vector in self._inner.center.state.vectors.items():
+                self.center.state[name].copy_(vector)
 
 
 class GatheredExchange:
@@ -352,11 +402,10 @@ class GatheredExchange:
         center: this rank's copy of the span, the same on all ranks.
         span: the span, in the flat parameters.
         round: number of the first round.
-        sends: what the rule sends.
         feedback: this worker's codec, with its residual so far.
         group_size: number of workers that share one replica and send the same weights.
         share_of_round: returns the share of a whole round that this round has, as all ranks know it
-            (``raydl.core.rules.Tally``).
+            (``raydl.core.rules.Now``).
     """
 
     def __init__(
@@ -366,7 +415,6 @@ class GatheredExchange:
         *,
         span: slice,
         round: int,
-        sends: Sends,
         feedback: ErrorFeedback,
         group_size: int = 1,
         share_of_round: Callable[[], float] = _whole,
@@ -375,46 +423,49 @@ class GatheredExchange:
         self.span = span
         self.round = round
         self._group = group
-        self._sends = sends
-        self._group_size = group_size
-        self._feedback = _Feedback(feedback, sends, group.num_workers)
+        self._rule = center.rule
+        self._tail = _Tail(center.rule)
+        self._sums = _Sums(center.rule, group_size, share_of_round)
+        self._feedback = _Feedback(feedback, center.rule, group.num_workers)
         self._codec = feedback.codec
-        self._share_of_round = share_of_round
         self._work: Work | None = None
-        self._tally, self._sums = Tally(0, 0, 0.0), Header()
-        num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
-        self._num_encoded = self._codec.num_bytes(num_weights)
+        num_values = len(self._rule.lanes) * center.weights.numel()
+        num_buffers = center.buffers.numel()
+        self._num_encoded = self._codec.num_bytes(num_values)
         start = -(-self._num_encoded // 4) * 4  # floats begin at a multiple of their size
-        self._rest = center.weights.new_zeros(num_buffers + HEADER_SIZE)
-        self._buffers, self._header = self._rest[:num_buffers], self._rest[num_buffers:]
+        self._rest = center.weights.new_zeros(num_buffers + self._tail.size)
+        self._buffers, self._numbers = self._rest[:num_buffers], self._rest[num_buffers:]
         self.num_bytes = start + self._rest.nbytes
         """Bytes of one message."""
         self._message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=center.weights.device)
         self._message_rest = self._message[start:].view(self._rest.dtype)
         self._all = self._message.new_zeros((group.num_workers, self.num_bytes))
         self._all_rest = self._all[:, start:].view(self._rest.dtype)
-        self._total = torch.zeros_like(center.weights)
-        self._decoded = torch.zeros_like(center.weights)
+        self._total = center.weights.new_zeros(num_values)
+        num_kept = 1 if self._rule.sums else group.num_workers
+        self._decoded = center.weights.new_zeros(num_kept, num_values)
+        """The newest message, or that of each rank for a rule without sums."""
+        self._group_size = group_size
         self._seen = torch.zeros_like(center.weights)
 
     def begin(
-        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+        self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Encode the message and start to gather all messages."""
         assert self._work is None, "an exchange is in progress"
-        weights = toward_center(weights, self.center.weights, distrust)
+        values = toward_center(self._rule.joined(message), self.center.weights, distrust)
         encoded = self._message[: self._num_encoded]
-        if self._sends is Sends.WEIGHTS:
+        if self._rule.ahead:
             codec = self._codec
-            codec.encode(torch.sub(weights, self.center.weights, out=self._total), out=encoded)
-            codec.decode(encoded, out=self._decoded)
-            torch.add(self.center.weights, self._decoded, out=self._seen)
+            codec.encode(torch.sub(values, self.center.weights, out=self._total), out=encoded)
+            codec.decode(encoded, out=self._decoded[0])
+            torch.add(self.center.weights, self._decoded[0], out=self._seen)
         else:
-            encoded.copy_(self._feedback.encode(weights, header))
+            encoded.copy_(self._feedback.encode(values, message.weight))
         num_buffers = self.center.buffers.numel()
         if num_buffers:
             self._message_rest[:num_buffers] = buffers
-        self._message_rest[num_buffers:] = torch.tensor(header.numbers(), dtype=self._rest.dtype)
+        self._tail.write(self._message_rest[num_buffers:], message, header)
         self._work = self._group.start_allgather(self._message, self._all, round=self.round)
 
     def wait(self) -> Arrival:
@@ -426,27 +477,37 @@ class GatheredExchange:
         assert self._work is not None, "begin comes first"
         work, self._work = self._work, None
         work.wait()
+        weights: list[float] = []
         self._total.zero_()
         self._rest.zero_()
-        headers = self._all_rest[:, self.center.buffers.numel() :].tolist()
-        for rank, numbers in enumerate(headers):
-            self._codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
-            weight = self._feedback.weight(Header(*numbers).num_samples)
-            self._total.add_(self._decoded, alpha=weight)
+        for rank, numbers in enumerate(self._all_rest[:, self.center.buffers.numel() :].tolist()):
+            decoded = self._decoded[rank % len(self._decoded)]
+            self._codec.decode(self._all[rank, : self._num_encoded], out=decoded)
+            header, _ = self._tail.read(numbers)
+            weights.append(header.weight)
+            self._total.add_(decoded, alpha=header.weight)
             self._rest.add_(self._all_rest[rank])
-        self._tally, self._sums = _sums_over_replicas(
-            self._group, self._group_size, self._total, self._buffers, self._header,
-            self._share_of_round(),
-        )  # fmt: skip
-        if self._sends is not Sends.WEIGHTS:
-            return Arrival(self._tally, self._sums)
-        self._total.add_(self.center.weights, alpha=self._tally.num_messages)
-        return Arrival(self._tally, self._sums, seen=self._seen)
+        self._sums.take(
+            self._group.num_workers,
+            self._total,
+            self._buffers,
+            *self._tail.read(self._numbers.tolist()),
+        )
+        sums = self._sums
+        if not self._rule.sums:
+            letters = zip(self._decoded, weights, strict=True)
+            of_replicas = itertools.islice(letters, 0, None, self._group_size)
+            sums.mail.letters = [Letter(self._rule.lanes_of(v), w) for v, w in of_replicas]
+        if not self._rule.ahead:
+            sent = self._rule.lanes_of(self._feedback.decoded)
+            return Arrival(sums.now, sums.header, sent=sent)
+        self._total.add_(self.center.weights, alpha=sums.mail.weight)
+        return Arrival(sums.now, sums.header, seen=self._seen)
 
     def commit(self) -> None:
         """Move the center by the sum, and keep the residual of this rank's message."""
-        self.center.apply_(self._total, self._buffers, self._tally)
-        self._feedback.commit(self._sums)
+        self.center.apply_(self._sums.mail, self._buffers, self._sums.now)
+        self._feedback.commit(self._sums.header)
         self.round += 1
 
 

@@ -39,11 +39,10 @@ from raydl.core.autotune import (
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
-from raydl.core.exchange import Header, shard_spans
+from raydl.core.exchange import Header, shard_spans, tensor_spans
 from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator
-from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
 from raydl.data.ledger import Claim, Ledger, RoundShare, Span, share_round
@@ -206,6 +205,8 @@ class SyncStrategy:
             context.config.training, epoch_samples=self._ledger.num_samples
         )
         self._seconds = snapshot.progress.seconds
+        self._num_bytes = snapshot.progress.num_bytes
+        self._num_messages = snapshot.progress.num_messages
         self._round = self.version = snapshot.progress.round
         """Number of rounds completed since the run began. ``version`` rises after the round's
         record is made, so that a report with the round has its record, too."""
@@ -227,7 +228,7 @@ class SyncStrategy:
         self._steps_of_all = 0
         """Local steps of the round, of all ranks together."""
         self._share_of_round = 1.0
-        """Share of a whole round that the round has; see ``raydl.core.rules.Tally``."""
+        """Share of a whole round that the round has; see ``raydl.core.rules.Now``."""
         self._samples_before: list[float] = []
         self._tuning, self.choice = self._first_tuning(snapshot.tuning)
         """The exchange tuning, and its choice by this or an earlier generation, or None."""
@@ -245,7 +246,7 @@ class SyncStrategy:
         """Return the user's exchange tuning, or the one that earlier workers chose."""
         context, settings = self._context, self._config.exchange
         users = ExchangeTuning(
-            context.method.period, settings.delay, settings.compression, settings.fragments
+            context.method.period, settings.delay, context.method.compression, settings.fragments
         )
         # A resumed run may have a fixed period now, and then ignores the choice.
         if chosen is None or chosen == users or not context.method.finds_tuning:
@@ -261,7 +262,7 @@ class SyncStrategy:
             context.rank,
             generation=context.membership.generation,
             limits=Limits(
-                overlap=context.method.overlap and context.method.rule.sends is Sends.WEIGHTS,
+                overlap=context.method.overlap and context.method.rule.ahead,
                 may_compress=context.flat.weights.dtype == torch.float32
                 and may_compress(self._config, context.method),
                 max_fragments=context.flat.weights.numel(),
@@ -302,12 +303,17 @@ class SyncStrategy:
         """
         membership = self._context.membership
         remaining = (*membership.worker_ids, *membership.absent)
-        is_kept = self._context.method.rule.sends is not Sends.GRADIENT
+        is_kept = self._context.method.has_local_steps
         self._ledger.release(keep=remaining if is_kept else (), members=remaining)
 
     def _make_centers(self, optimizer: dict[str, Any]) -> None:
         method = self._context.method
-        self._spans = shard_spans(self._weights.numel(), self._tuning.fragments)
+        num_fragments = self._tuning.fragments
+        self._spans = (
+            tensor_spans(self._context.flat.layer_sizes, num_fragments)
+            if method.rule.whole_tensors
+            else shard_spans(self._weights.numel(), num_fragments)
+        )
         self._context.redistribute_residuals(self._spans)
         sizes = [stop - start for start, stop in self._spans]
         states = split_states(optimizer, sizes)
@@ -328,15 +334,14 @@ class SyncStrategy:
     def _make_exchange(self, center: Center, span: Span) -> AnyExchange:
         settings, context = self._config.exchange, self._context
         group_size = self._config.method.group_size
-        leaves_out = context.method.rule.sends is not Sends.WEIGHTS
         exchange: SyncExchange | GatheredExchange
-        if (compression := self._tuning.compression) != "none":
+        compression = self._tuning.compression
+        if compression != "none" or not context.method.rule.sums:
             exchange = GatheredExchange(
                 self._group,
                 center,
                 span=slice(*span),
                 round=self._round,
-                sends=context.method.rule.sends,
                 feedback=context.feedback_of(span, compression),
                 group_size=group_size,
                 share_of_round=lambda: self._share_of_round,
@@ -347,9 +352,12 @@ class SyncStrategy:
                 center,
                 span=slice(*span),
                 round=self._round,
-                pieces=None if settings.packed else _pieces(context.flat.layer_sizes, span),
-                sends=context.method.rule.sends,
-                feedback=context.feedback_of(span, compression) if leaves_out else None,
+                pieces=None
+                if settings.packed
+                else _pieces(context.flat.layer_sizes, span) * len(context.method.rule.lanes),
+                feedback=context.feedback_of(span, compression)
+                if context.method.leaves_out
+                else None,
                 group_size=group_size,
                 share_of_round=lambda: self._share_of_round,
             )
@@ -492,9 +500,10 @@ class SyncStrategy:
         share = share_round(
             num_free, max_steps=max_steps, batch_size=self._config.training.batch_size
         )
+        is_skewed = self._config.input.skew is not None
         claims = {
-            worker: self._ledger.claim(worker, count)
-            for worker, count in zip(members, share.counts, strict=True)
+            worker: self._ledger.claim(worker, count, share=rank if is_skewed else None)
+            for rank, (worker, count) in enumerate(zip(members, share.counts, strict=True))
         }
         own = share.num_steps[self._context.rank]
         return Claim(*claims[self._context.worker_id], own), share
@@ -510,6 +519,7 @@ class SyncStrategy:
             num_samples=self._ledger.num_done_ever + self._samples_before[step],
             num_steps=self._num_steps + step,
             seconds=self._seconds,
+            num_bytes=self._num_bytes,
         )
 
     def begin_step(self, step: int, lr: float) -> None:
@@ -529,6 +539,7 @@ class SyncStrategy:
         self._num_steps += self._round_steps
         if self._round_steps:  # else nothing was exchanged, and there are no sums
             self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
+            self._count_sent()
             self.equality.note(sums.equality, round=self._round)
         self.num_cuts += sums.lr_cut > 0
         outcome = self._outcome(sums)
@@ -551,6 +562,18 @@ class SyncStrategy:
             publishes=self._context.rank == 0 and (keeps or evaluates or is_over),
             is_score_due=self._is_score_due(outcome, evaluates=evaluates, votes=sums.score),
         )
+
+    def _count_sent(self) -> None:
+        """Count what all ranks have sent for the round; the same on all ranks."""
+        p, size = self._context.membership.num_workers, self._config.method.group_size
+        is_gathered = self._tuning.compression != "none" or not self._context.method.rule.sums
+        self._num_bytes += bytes_of_all(self._exchange_bytes, p, is_gathered=is_gathered)
+        self._num_messages += p * len(self.exchanges)
+        if size > 1:  # each replica sums its gradients in every step
+            num_sums = self._round_steps * (p // size)
+            gradients = self._context.flat.weights.nbytes
+            self._num_bytes += num_sums * bytes_of_all(gradients, size, is_gathered=False)
+            self._num_messages += num_sums * size
 
     def _is_score_due(self, outcome: Outcome, *, evaluates: bool, votes: float) -> bool:
         """Whether the workers score the center now.
@@ -589,7 +612,10 @@ class SyncStrategy:
     def _outcome(self, sums: Header) -> Outcome:
         num_done = self._ledger.num_done_ever
         if self._stop_condition.is_reached(
-            num_samples=num_done, num_steps=self._num_steps, seconds=self._seconds
+            num_samples=num_done,
+            num_steps=self._num_steps,
+            seconds=self._seconds,
+            num_bytes=self._num_bytes,
         ):
             return Outcome.FINISHED
         if sums.stop > 0:
@@ -607,6 +633,8 @@ class SyncStrategy:
             num_samples=ledger.num_done_ever,
             local_step=self._num_steps,
             seconds=self._seconds,
+            num_bytes=self._num_bytes,
+            num_messages=self._num_messages,
         )
 
     def equality_number(self, numbers: Sequence[float] | None) -> float:
@@ -660,8 +688,8 @@ class SyncStrategy:
     ) -> torch.Tensor | None:
         """Return the replica's weights for the next generation, or None if they do not change.
 
-        If the rule sends weights, the replica keeps its own. Otherwise it follows the center, plus
-        its progress since its last exchange: unless that progress is already counted, or its
+        If messages are composed ahead, the replica keeps its own. Otherwise it follows the center,
+        plus its progress since its last exchange: unless that progress is already counted, or its
         samples went to other workers. For a worker that is behind and has no open positions, it may
         be counted.
 
@@ -669,7 +697,7 @@ class SyncStrategy:
         the residuals of its codecs are those after these messages, and only its progress since
         then, ``unsent``, is not counted.
         """
-        sends, trained, newest = self._context.method.rule.sends, self._trained, snapshot.progress
+        method, trained, newest = self._context.method, self._trained, snapshot.progress
         if newest.generation == self.generation and newest.round > self._round:
             for span, state in self._sent_feedback.items():
                 self._context.feedback[span].load_state_dict(state)
@@ -679,12 +707,12 @@ class SyncStrategy:
         num_open = len(trained)
         ledger = Ledger.from_state_dict(snapshot.ledger)
         num_kept = trained.num_claimed(ledger.claims_of(self._context.worker_id))
-        if sends is Sends.WEIGHTS:
+        if method.rule.ahead:
             trained.keep_first(num_kept)
             return None
         center = torch.tensor(snapshot.weights, device=self._weights.device)
         is_same = torch.equal(center, self._weights)
-        if sends is Sends.PROGRESS and num_kept == num_open and (num_kept or not is_behind):
+        if method.has_local_steps and num_kept == num_open and (num_kept or not is_behind):
             weights = self._context.flat.weights.detach().to(center.device)
             return None if is_same else center.add_(weights - self._weights)
         trained.keep_first(0)
@@ -697,6 +725,21 @@ class SyncStrategy:
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._group.report()
+
+
+def bytes_of_all(num_bytes: int, num_workers: int, *, is_gathered: bool) -> int:
+    """Return the bytes that all ranks together send for one exchange.
+
+    A sum takes at least 2 (p - 1) messages: p - 1 to add them, p - 1 to spread the result. An
+    all-reduce that sends more, to take fewer turns, counts the same. If messages are gathered, each
+    goes to p - 1 others.
+
+    Args:
+        num_bytes: of the message of one rank.
+        num_workers: number of ranks p.
+        is_gathered: whether each rank receives all messages, as compressed ones.
+    """
+    return (num_workers if is_gathered else 2) * (num_workers - 1) * num_bytes
 
 
 def share_of_round(trained: Sequence[int], whole: Sequence[int], *, group_size: int = 1) -> float:

@@ -178,9 +178,10 @@ class ExchangeConfig:
     allreduce: str = field(default="library", metadata={"flag": "allreduce"})
     """All-reduce of the synchronous methods: library (torch's own), ring, recursive-doubling,
     two-level, or auto (the fastest in the first exchanges, which try them in turn)."""
-    compression: str = field(default="none", metadata={"flag": "compression"})
+    compression: str | None = field(default=None, metadata={"flag": "compression"})
     """Codec of the messages: none, bf16, int8, e3m0, sign, topk:SHARE as in topk:0.01,
-    chunk-topk:K[/CHUNK] as in chunk-topk:64/4096, or module:Class for one of your own."""
+    chunk-topk:K[/CHUNK] as in chunk-topk:64/4096, or module:Class for one of your own; unset: the
+    method's default, mostly none."""
     center_shards: int = field(default=1, metadata={"flag": "center-shards"})
     """Shards of the center, one actor each (methods that are not synchronous)."""
 

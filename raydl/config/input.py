@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from raydl.config.checks import require
+from raydl.config.checks import require, require_positive
 from raydl.errors import UnknownNameError
 
 STREAMS = ("auto", "always", "never")
@@ -30,6 +30,9 @@ class InputConfig:
 
     augment: str = field(default="none", metadata={"flag": "augment"})
     """Augmentations of training images, separated by commas: flip, crop, cutout; or none."""
+    skew: float | None = field(default=None, metadata={"flag": "skew"})
+    """Let the data differ between workers: each trains first on a share of its own, whose classes
+    are drawn from a Dirichlet distribution of this concentration; 0.1 differs much, 100 little."""
     context: int = field(default=128, metadata={"flag": "context"})
     """Tokens in one sample of a text."""
     vocabulary: str = ""
@@ -122,6 +125,8 @@ class InputConfig:
             "auto or always with input.on_bad_sample skip, since only streamed samples are skipped",
             self.stream,
         )
+        if self.skew is not None:
+            require_positive("input.skew", self.skew)
         size = self.samples_per_epoch
         require(size is None or size >= 1, "input.samples_per_epoch", "1 or more", size)
         for name in ("context", "max_memory_bytes", "shuffle_samples", "num_threads"):

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydl.config.checks import require, require_positive
+from raydl.config.checks import bytes_of, require, require_positive
 from raydl.errors import ConfigError, UnknownNameError
 
 SCHEDULES = ("cosine", "linear", "constant", "step", "wsd", "plateau")
@@ -50,6 +50,8 @@ class MethodConfig:
     default."""
     outer_momentum: float | None = None
     """Momentum of the outer step, in [0, 1); unset: the method's default."""
+    options: str = ""
+    """Settings of the method's own, as in decay=0.9,every=5: `raydl methods NAME` shows them."""
 
     def __post_init__(self) -> None:
         require_positive("method.beta", self.beta)
@@ -68,6 +70,12 @@ class MethodConfig:
         require(
             momentum is None or 0 <= momentum < 1, "method.outer_momentum", "in [0, 1)", momentum
         )
+        assert isinstance(self.parsed_options, dict)  # raises if they cannot be parsed
+
+    @property
+    def parsed_options(self) -> dict[str, Any]:
+        """Options as Python values, by name."""
+        return _named_values("method.options", self.options)
 
 
 _GROUPS = "optimizer.param_groups"
@@ -264,6 +272,9 @@ class TrainingConfig:
     """Samples that all workers train together, instead of epochs."""
     seconds: float | None = field(default=None, metadata={"flag": "seconds"})
     """Seconds of training, instead of epochs."""
+    bytes: str | None = field(default=None, metadata={"flag": "bytes"})
+    """Bytes that all workers and the center send together in exchanges, as 500MB or 2GB, instead of
+    epochs."""
     stop_at_accuracy: float | None = field(default=None, metadata={"flag": "stop-at-accuracy"})
     """Test accuracy of the center, in (0, 1], that ends the run early."""
     patience: int | None = field(default=None, metadata={"flag": "patience"})
@@ -299,7 +310,8 @@ class TrainingConfig:
         require(0 <= smoothing < 1, "training.label_smoothing", "in [0, 1)", smoothing)
         if self.seconds is not None:
             require_positive("training.seconds", self.seconds)
-        lengths = ("epochs", "steps", "samples", "seconds")
+        lengths = ("epochs", "steps", "samples", "seconds", "bytes")
+        assert self.num_bytes is None or self.num_bytes > 0  # raises if it is no size
         given = [name for name in lengths if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
@@ -316,7 +328,13 @@ class TrainingConfig:
 
     @property
     def num_epochs(self) -> int | None:
-        """Epochs to train for, or None if steps, samples or seconds set the length."""
-        if not (self.steps is None and self.samples is None and self.seconds is None):
+        """Epochs to train for, or None if steps, samples, seconds or bytes set the length."""
+        others = (self.steps, self.samples, self.seconds, self.bytes)
+        if any(length is not None for length in others):
             return None
         return 20 if self.epochs is None else self.epochs
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The number in ``bytes``, or None if it does not set the length."""
+        return None if self.bytes is None else bytes_of("training.bytes", self.bytes)

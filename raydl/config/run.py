@@ -14,6 +14,8 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 """Metrics that are better if they are lower."""
 _MODES = ("auto", "max", "min")
 _SCORED_BY = ("evaluator", "workers")
+BAD_MESSAGES = ("nan", "zeros", "reversed")
+"""What a bad worker may send instead of its messages."""
 TRACKER_STATES, METRIC_LINES = "tracker-", "metrics.jsonl"
 """In the run's folder: beginning of the names of the trackers' states, and the JSON lines."""
 
@@ -40,6 +42,9 @@ class RunConfig:
     Servers and credentials come from their own environment variables."""
     fault_plan: str | None = field(default=None, metadata={"flag": "fault-plan"})
     """YAML file of faults to inflict on the run, for chaos testing; see docs/faults.md."""
+    bad_workers: str | None = field(default=None, metadata={"flag": "bad-workers"})
+    """Let a share of the workers send bad messages, SHARE:KIND as 0.25:reversed; nan, zeros, or
+    reversed (all signs)."""
 
     def __post_init__(self) -> None:
         choices = ("auto", "panel", "plain", "none")
@@ -68,8 +73,22 @@ class RunConfig:
                 f"must be the last part of run.run_dir, got {self.name} and {self.run_dir}; give "
                 f"one of them",
             )
+        if self.bad_workers is not None and self.bad_share is None:
+            rule = f"SHARE:KIND with a share in (0, 1] and one of {', '.join(BAD_MESSAGES)}"
+            problem = f"must be {rule}, as 0.25:reversed, got {self.bad_workers}"
+            raise ConfigError("run.bad_workers", problem)
         if self.resume and self.folder is None:
             raise ConfigError("run.resume", "needs run.name or run.run_dir, the run to resume")
+
+    @property
+    def bad_share(self) -> tuple[float, str] | None:
+        """The share and the kind in ``bad_workers``; None: it is unset, or has another form."""
+        share, _, kind = (self.bad_workers or "").partition(":")
+        try:
+            is_valid = 0 < float(share) <= 1 and kind in BAD_MESSAGES
+        except ValueError:
+            is_valid = False
+        return (float(share), kind) if is_valid else None
 
     def refuse_folder(self, where: str) -> None:
         """Raise a ConfigError if a run that another command places has a place or resumes.

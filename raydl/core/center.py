@@ -23,11 +23,11 @@ from raydl.core.copy_buffers import map_nested
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
-from raydl.core.rules import Rule, Sends, Tally, mix_buffers_, with_equal_arrivals
+from raydl.core.rules import Mail, Now, Rule, State, mix_buffers_, with_equal_arrivals
 from raydl.core.tensor_files import view_of
 from raydl.data.ledger import Ledger
 
-MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Snapshot:
     buffers: np.ndarray
     """Shape [num_buffers]."""
     optimizer: dict[str, Any]
-    """State of the optimizer at the center; empty if the rule has none."""
+    """What the rule keeps beside the center, as the state of a torch optimizer; or empty."""
     ledger: dict[str, Any]
     """State of the ``raydl.data.ledger.Ledger`` at this round."""
     num_cuts: int = 0
@@ -59,7 +59,7 @@ class Snapshot:
 
 
 class Center:
-    """The center variable c, or one span of it, with the optimizer at the center if any.
+    """The center variable c, or one span of it, with what the rule keeps beside it.
 
     Several threads may call ``apply_`` at once. They then add to the same memory in no order, as
     in Hogwild; for an order the caller holds a lock (``parameter_server/shard.py``).
@@ -76,45 +76,33 @@ class Center:
     ) -> None:
         self.weights = weights
         self.buffers = buffers
-        self._rule = rule
-        self._make = rule.make_center_optimizer if rule.steps_replica else make_optimizer
-        # A torch optimizer reads the gradient from its tensor. Each thread has its own alias of
-        # the weights, with its own gradient and optimizer; all optimizers share one state.
-        self._local = threading.local()
-        self._states: dict[int, dict[str, Any]] = {}
-        self._lr: float | None = None
+        self.rule = rule
+        self._own = (
+            _OwnState(weights, rule)
+            if rule.takes_steps
+            else _OptimizerState(weights, make_optimizer)
+        )
         self._kept: tuple[Tensor, Tensor, dict[str, Any]] | None = None
 
-    def apply_(self, total_weights: Tensor, total_buffers: Tensor, tally: Tally) -> None:
-        """Update the center with the sum of messages; both totals are overwritten.
+    @property
+    def state(self) -> State:
+        """What the rule keeps beside the center, as this thread may use it."""
+        return self._own.state()
+
+    def apply_(self, mail: Mail, total_buffers: Tensor, now: Now) -> None:
+        """Update the center with the sums of messages, which are overwritten.
 
         Args:
-            total_weights: sum of the messages, shape [n].
+            mail: the messages. If they weigh nothing they have no mean, and the weights stay as
+                they are.
             total_buffers: sum of the replicas' float buffers, shape [num_buffers].
-            tally: number of messages in the totals, and what their samples count. Gradients that
-                count nothing have no mean, and the weights stay as they are.
+            now: of the exchange.
         """
-        weights, optimizer = self._handle()
-        if optimizer is not None and self._lr is not None:
-            set_lr(optimizer, self._lr)
-        if self._rule.sends is not Sends.GRADIENT or tally.num_samples:
-            self._rule.update_center_(weights, total_weights, tally, optimizer)
-        mix_buffers_(self.buffers, total_buffers, tally)
-
-    def _handle(self) -> tuple[Tensor, Optimizer | None]:
-        """Return this thread's alias of the weights and its optimizer."""
-        if not hasattr(self._local, "weights"):
-            self._local.weights = self.weights.detach()
-            self._local.optimizer = self._make([self._local.weights])
-            if self._local.optimizer is not None:
-                self._share_state(self._local.optimizer)
-        return self._local.weights, self._local.optimizer
-
-    def _share_state(self, optimizer: Optimizer) -> None:
-        """Let an optimizer use the shared state, by the index of each parameter."""
-        for index, tensor in enumerate(parameters_of(optimizer)):
-            state = optimizer.state[tensor]  # some optimizers have one from the beginning
-            optimizer.state[tensor] = self._states.setdefault(index, state)
+        if mail.weight:
+            self.rule.merge_(self.weights.detach(), mail, self.state, now)
+        mix_buffers_(
+            self.buffers, total_buffers, num_messages=mail.count, num_workers=now.num_workers
+        )
 
     def keep(self) -> None:
         """Save the present state for ``undo_``."""
@@ -130,19 +118,97 @@ class Center:
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the user's optimizer, if it is at the center."""
-        if not self._rule.steps_replica:
-            self._lr = lr
+        self._own.lr = lr
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return a copy of the state of the optimizer at the center; empty if there is none."""
-        _, optimizer = self._handle()
-        return copied_to_cpu(optimizer.state_dict()) if optimizer else {}
+        """Return a copy of what is beside the center, as a torch optimizer's; empty if nothing."""
+        return copied_to_cpu(self._own.state_dict())  # type: ignore[no-any-return]
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load a state that ``optimizer_state`` returned."""
+        if state:
+            self._own.load_state_dict(state)
+
+
+class _OwnState:
+    """The named vectors and numbers of a rule, beside the center.
+
+    Args:
+        weights: the center, shape [n].
+        rule: names them.
+    """
+
+    def __init__(self, weights: Tensor, rule: Rule) -> None:
+        self.lr: float | None = None
+        self._state = State(
+            {name: torch.zeros_like(weights) for name in rule.shared},
+            dict.fromkeys(rule.shared_numbers, 0.0),
+        )
+
+    def state(self) -> State:
+        return self._state
+
+    def state_dict(self) -> dict[str, Any]:
+        values = {**self._state.vectors, **self._state.numbers}
+        return {"state": {0: values}, "param_groups": []} if values else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state; what it lacks is zero, as before the first exchange."""
+        values = state["state"].get(0, {})
+        for name, vector in self._state.vectors.items():
+            vector.copy_(values[name]) if name in values else vector.zero_()
+        for name in self._state.numbers:
+            self._state.numbers[name] = float(values.get(name, 0.0))
+
+
+class _OptimizerState:
+    """The user's optimizer at the center.
+
+    A torch optimizer reads the gradient from its tensor. So each thread has its own alias of the
+    weights, with its own gradient and optimizer; all optimizers share one state.
+
+    Args:
+        weights: the center, shape [n].
+        make_optimizer: builds the optimizer.
+    """
+
+    def __init__(self, weights: Tensor, make_optimizer: MakeOptimizer) -> None:
+        self.lr: float | None = None
+        self._weights = weights
+        self._make = make_optimizer
+        self._local = threading.local()
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def state(self) -> State:
+        return State(step_along_=self._step_along_)
+
+    def _step_along_(self, gradient: Tensor) -> None:
+        weights, optimizer = self._handle()
+        if self.lr is not None:
+            set_lr(optimizer, self.lr)
+        weights.grad = gradient
+        optimizer.step()
+        weights.grad = None
+
+    def _handle(self) -> tuple[Tensor, Optimizer]:
+        """Return this thread's alias of the weights and its optimizer."""
+        if not hasattr(self._local, "weights"):
+            self._local.weights = self._weights.detach()
+            self._local.optimizer = self._make([self._local.weights])
+            self._share_state(self._local.optimizer)
+        return self._local.weights, self._local.optimizer
+
+    def _share_state(self, optimizer: Optimizer) -> None:
+        """Let an optimizer use the shared state, by the index of each parameter."""
+        for index, tensor in enumerate(parameters_of(optimizer)):
+            state = optimizer.state[tensor]  # some optimizers have one from the beginning
+            optimizer.state[tensor] = self._states.setdefault(index, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._handle()[1].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         _, optimizer = self._handle()
-        if optimizer is None or not state:
-            return
         load_state(optimizer, state)
         for index, tensor in enumerate(parameters_of(optimizer)):
             shared = self._states[index]  # the optimizers of other threads hold it, too
@@ -159,6 +225,8 @@ class Mirror:
     """Shape [n]."""
     buffers: Tensor
     """Shape [num_buffers]."""
+    state: State = field(default_factory=State)
+    """Empty: what a rule keeps beside the center is elsewhere."""
 
 
 def joined_states(states: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
@@ -220,9 +288,12 @@ def _is_vector(value: Any, size: int) -> bool:
 
 
 def extended_state(
-    state: dict[str, Any], weights: Tensor, num_elements: int, make_optimizer: MakeOptimizer
+    state: dict[str, Any],
+    weights: Tensor,
+    num_elements: int,
+    make_optimizer: MakeOptimizer | None,
 ) -> dict[str, Any]:
-    """Return the optimizer state of a center from the state of its first elements.
+    """Return the state beside a center from the state beside its first elements.
 
     The other elements have no state, which equals zeros.
 
@@ -230,16 +301,16 @@ def extended_state(
         state: the state of the first elements.
         weights: the weights of the whole center, shape [n]; they do not change.
         num_elements: number of the first elements.
-        make_optimizer: builds the optimizer at the center.
+        make_optimizer: builds the user's optimizer at the center; None: the rule keeps its own
+            vectors there.
     """
     if not state or num_elements == weights.numel():
         return state
-    if "spans" in state:  # joined from several spans
-        further = {**state["spans"][-1][1], "state": {}}
-        return {"spans": [*state["spans"], [weights.numel() - num_elements, further]]}
+    if "spans" in state or make_optimizer is None:
+        spans = state.get("spans", [[num_elements, state]])
+        further = {**spans[-1][1], "state": {}}
+        return {"spans": [*spans, [weights.numel() - num_elements, further]]}
     earlier, optimizer = make_optimizer([weights[:num_elements]]), make_optimizer([weights])
-    assert earlier is not None, "it has a state"
-    assert optimizer is not None, "it has a state"
     load_state(earlier, state)
     by_start = {tensor.data_ptr(): tensor for tensor in parameters_of(earlier)}
     for tensor in parameters_of(optimizer):

@@ -373,6 +373,51 @@ _SIMPLE: dict[str, Codec] = {
 }
 
 
+class SideBySide:
+    """Encodes several vectors of equal length, which follow each other in one, one by one.
+
+    Args:
+        codec: encodes each of them.
+        num_vectors: how many there are.
+    """
+
+    def __init__(self, codec: Codec, num_vectors: int) -> None:
+        self.name = codec.name
+        self._codec = codec
+        self._num_vectors = num_vectors
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return the exact size of a message in bytes."""
+        return self._num_vectors * self._stride(num_values)
+
+    def _stride(self, num_values: int) -> int:
+        """Return the bytes from one message to the next, a multiple of four."""
+        return -(-self._codec.num_bytes(num_values // self._num_vectors) // 4) * 4
+
+    def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the messages of all vectors, one after the other."""
+        message = message_for(self, values, out)
+        size = self._codec.num_bytes(len(values) // self._num_vectors)
+        rows = message.view(self._num_vectors, -1)
+        rows[:, size:] = 0
+        for vector, row in zip(values.view(self._num_vectors, -1), rows, strict=True):
+            self._codec.encode(vector, out=row[:size])
+        return message
+
+    def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
+        """Overwrite ``out`` with all vectors."""
+        size = self._codec.num_bytes(len(out) // self._num_vectors)
+        rows = message.view(self._num_vectors, -1)
+        for vector, row in zip(out.view(self._num_vectors, -1), rows, strict=True):
+            self._codec.decode(row[:size], out=vector)
+        return out
+
+
+def side_by_side(codec: Codec, num_vectors: int) -> Codec:
+    """Return a codec for messages of several vectors."""
+    return codec if num_vectors == 1 else SideBySide(codec, num_vectors)
+
+
 def parse_codec(text: str) -> Codec:
     """Return the codec of a setting.
 

@@ -6,9 +6,10 @@
     m       decoded     the vector that the receiver decodes, shape [n]
     s       share       what the message counts at the receiver, relative to the mean message
     r       scale       the s of the message before, at least 1
+    b       decay       share of e that a message takes along, 1 but for some methods
     C(.)                encode, then decode
 
-    error feedback:     m = C(v + e/r) ; e <- e + s * (v - m) ; r <- max(1, s)
+    error feedback:     m = C(v + b*e/r) ; e <- b*e + s * (v - m) ; r <- max(1, s)
 
 s is 1 if all messages of a sum count the same: then e <- (v + e) - m. It is 0 for a message that
 the receiver ignores, such as a gradient without samples. s is known only once all messages have
@@ -37,9 +38,14 @@ from raydl.core.codecs import Codec, message_for
 class ErrorFeedback:
     """A codec that adds the parts left out of earlier messages to later ones.
 
-    The sum of all s * m and the last e is the sum of all s * v: values are delayed, not lost.
+    Without decay the sum of all s * m and the last e is the sum of all s * v: values are delayed,
+    not lost.
     ``encode`` begins an exchange, ``commit`` ends a successful one. Without ``commit`` the residual
     stays, and the next ``encode`` discards the message. Memory: three vectors and a message.
+
+    Args:
+        codec: encodes.
+        decay: b, in [0, 1].
 
     Attributes:
         residual: e after the last commit, shape [n]; [0] before the first ``encode``.
@@ -48,8 +54,9 @@ class ErrorFeedback:
             messages; the sender sets it, to ask later whether the message was applied.
     """
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, *, decay: float = 1.0) -> None:
         self.codec = codec
+        self._decay = decay
         self.residual = self.decoded = self._next = torch.zeros(0)
         self.message: tuple[int, int] | None = None
         self._message = torch.zeros(0, dtype=torch.uint8)
@@ -83,7 +90,7 @@ class ErrorFeedback:
             self.residual = residual.to(values)
             self.decoded, self._next = torch.empty_like(values), torch.empty_like(values)
             self._message = message_for(self.codec, values, None)
-        torch.add(values, self.residual, alpha=1 / self._scale, out=self._next)
+        torch.add(values, self.residual, alpha=self._decay / self._scale, out=self._next)
         self.codec.encode(self._next, out=self._message)
         self.codec.decode(self._message, out=self.decoded)
         self._next.sub_(self.decoded)
@@ -116,13 +123,13 @@ class ErrorFeedback:
             self.decoded, self._message = torch.zeros(0), self._message[:0]
 
     def _sent(self, share: float) -> Tensor:
-        """Return e + s * (v - m): the residual after the last message."""
+        """Return b*e + s * (v - m): the residual after the last message."""
         if not self._is_open or share == 0:
             return self.residual
         if share == self._scale == 1:
             return self._next
-        # self._next is v + e/r - m.
-        return self.residual * (1 - share / self._scale) + self._next * share
+        # self._next is v + b*e/r - m.
+        return self.residual * self._decay * (1 - share / self._scale) + self._next * share
 
     def open_norm(self) -> float:
         """Return by how much, as an L2 norm, the last message changes the residual."""
@@ -168,7 +175,10 @@ def _state(residual: Tensor, scale: float) -> dict[str, Any]:
 
 
 def redistribute_residuals(
-    feedback: Mapping[tuple[int, int], ErrorFeedback], spans: Sequence[tuple[int, int]]
+    feedback: Mapping[tuple[int, int], ErrorFeedback],
+    spans: Sequence[tuple[int, int]],
+    *,
+    num_lanes: int = 1,
 ) -> dict[tuple[int, int], ErrorFeedback]:
     """Return codecs for other spans of the same parameters, with the same residuals.
 
@@ -177,16 +187,17 @@ def redistribute_residuals(
     Args:
         feedback: codecs of one kind by span, at least one.
         spans: contiguous spans, [start, stop) each.
+        num_lanes: number of vectors that a residual is of, one after the other.
     """
-    codec = next(iter(feedback.values())).codec
+    first = next(iter(feedback.values()))
     residuals = {span: old.residual for span, old in feedback.items() if len(old.residual)}
     if not residuals:
         return {}
-    whole = next(iter(residuals.values())).new_zeros(spans[-1][1])
+    whole = next(iter(residuals.values())).new_zeros(num_lanes, spans[-1][1])
     for (start, stop), residual in residuals.items():
-        whole[start:stop] = residual
+        whole[:, start:stop] = residual.view(num_lanes, -1)
     scale = max(old._scale for old in feedback.values())
-    redistributed = {span: ErrorFeedback(codec) for span in spans}
+    redistributed = {span: ErrorFeedback(first.codec, decay=first._decay) for span in spans}
     for (start, stop), new in redistributed.items():
-        new.load_state_dict({"residual": whole[start:stop], "scale": scale})
+        new.load_state_dict({"residual": whole[:, start:stop].reshape(-1), "scale": scale})
     return redistributed

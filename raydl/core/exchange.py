@@ -8,7 +8,7 @@ holds. ``Staging`` moves parameters between a device and host memory, for a cent
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Center, Mirror
-from raydl.core.rules import Sends, Tally
+from raydl.core.rules import Message, Now
 from raydl.data.ledger import Span, split_evenly
 
 
@@ -39,9 +39,8 @@ class Header:
     """Votes to cut the learning rate again after this round."""
     score: float = 0.0
     """Votes to score the center of this round, the last one, if the workers score."""
-    num_samples: float = 0.0
-    """What the samples behind this message count, since the last message of the same span: their
-    number, or as ``raydl.tasks.Counter`` says. A message of summed gradients weighs as much."""
+    weight: float = 0.0
+    """What this message counts in the sum."""
     loss_sum: float = 0.0
     """Sum of the mean losses of batches, each times what the batch counts."""
     loss_samples: float = 0.0
@@ -70,12 +69,13 @@ class Header:
 class Arrival:
     """Result of an exchange before it is committed."""
 
-    tally: Tally
-    """Number of workers, messages and samples."""
+    now: Now
     sums: Header = Header()
     """Sums of the headers of all messages."""
     seen: Tensor | None = None
     """Weights as the center decoded and counted them, or None if no codec changed them."""
+    sent: Mapping[str, Tensor] | None = None
+    """The lanes of this worker's message as all decoded them, or None if no codec changed them."""
     pull: Tensor | None = None
     """Update that the replica subtracts, if the transport computed it while it moved the center.
     If None, the replica computes it from the center before the exchange."""
@@ -97,12 +97,12 @@ class Exchange(Protocol):
         ...
 
     def begin(
-        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+        self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Begin to send copies; do not wait.
 
         Args:
-            weights: the rule's message for this span, shape [n].
+            message: the rule's message for this span.
             buffers: float buffers, shape [num_buffers].
             header: numbers sent with the message.
             distrust: how little the weights count, 0..1: the center moves as if they were
@@ -123,19 +123,11 @@ class Exchange(Protocol):
         ...
 
 
-def message_weight(sends: Sends, num_samples: float) -> float:
-    """Return what a message counts in the sum of all messages.
-
-    A gradient counts as many times as there are samples behind it, any other message once.
-    """
-    return num_samples if sends is Sends.GRADIENT else 1.0
-
-
 def mean_message(message: Tensor, weight: float) -> Tensor:
-    """Return a rule's message divided by its weight, contiguous: the mean gradient for a sum.
+    """Return a sum divided by its weight, contiguous: the mean gradient for a sum of gradients.
 
     Its unit is the same for every batch, so that it may be added to what earlier messages have left
-    out. Without samples the message is zero already.
+    out. Without weight the sum is zero already.
     """
     return message.contiguous() if weight in (0, 1) else message / weight
 
@@ -216,6 +208,23 @@ def shard_spans(size: int, num_shards: int) -> list[Span]:
     """Return the span of each shard, or of each fragment, of ``size`` parameters."""
     edges = [0, *itertools.accumulate(split_evenly(size, num_shards))]
     return list(itertools.pairwise(edges))
+
+
+def tensor_spans(sizes: Sequence[int], num_fragments: int) -> list[Span]:
+    """Return spans of about equal length that end where a tensor ends; fewer if there are fewer.
+
+    Args:
+        sizes: number of parameters of each tensor.
+        num_fragments: the most spans.
+    """
+    *ends, size = itertools.accumulate(sizes)
+    aims = [k * size / num_fragments for k in range(1, num_fragments)]
+    cuts = {_nearest(ends, aim) for aim in aims if ends}
+    return list(itertools.pairwise([0, *sorted(cuts), size]))
+
+
+def _nearest(numbers: Sequence[int], aim: float) -> int:
+    return min(numbers, key=lambda number: abs(number - aim))
 
 
 def cells(size: int, *, num_shards: int, num_fragments: int) -> list[list[Span]]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from raydl.config import OptimizerConfig, TrainConfig
+from raydl.core.codecs import Codec, parse_codec, side_by_side
 from raydl.core.optimizers import OwnOptimizer, ignores_zero_gradients
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import Rule
 from raydl.errors import ConfigError, ShapeError
 
 
@@ -36,6 +37,8 @@ class Method:
     """The user's optimizer settings, completed with the defaults of the method."""
     inner: OptimizerConfig
     """Optimizer of the workers; its momentum is 0 if the momentum is at the center."""
+    compression: str = "none"
+    """The codec of its messages; see ``raydl.core.codecs``."""
     own_optimizer: OwnOptimizer | None = None
     """The user's optimizer function, which replaces the named optimizer."""
     has_custom_rule: bool = False
@@ -47,21 +50,25 @@ class Method:
         return self.strategy == "sync"
 
     @property
-    def has_center_optimizer(self) -> bool:
-        """Whether an optimizer steps at the center."""
-        makes_one = type(self.rule).make_center_optimizer is not Rule.make_center_optimizer
-        return makes_one or not self.rule.steps_replica
-
-    @property
     def has_local_steps(self) -> bool:
         """Whether replicas move between two exchanges, rather than collect gradients to send."""
-        return self.rule.sends is not Sends.GRADIENT
+        return self.rule.takes_steps
+
+    def codec(self, compression: str) -> Codec:
+        """Return a codec for its messages; see ``raydl.core.codecs.parse_codec``."""
+        return side_by_side(parse_codec(compression), len(self.rule.lanes))
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a codec leaves out parts of messages for later ones; see ``ErrorFeedback``."""
+        return not self.rule.ahead
 
     @property
     def needs_all_gradients(self) -> bool:
         """Whether an optimizer at the center would update a parameter without a gradient."""
-        is_at_center = not self.rule.steps_replica
-        return is_at_center and not ignores_zero_gradients(self.inner, self.own_optimizer)
+        return not self.rule.takes_steps and not ignores_zero_gradients(
+            self.inner, self.own_optimizer
+        )
 
 
 def check_weights(
@@ -86,7 +93,7 @@ def check_weights(
     dtype = parameters[0].dtype
     if dtype not in (torch.float32, torch.float64):
         raise ShapeError(model, f"must have float32 or float64 parameters, got {dtype}")
-    compression = config.exchange.compression
+    compression = method.compression
     if dtype is torch.float64 and not (method.is_sync and compression == "none"):
         raise ShapeError(
             model,

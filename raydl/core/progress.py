@@ -1,4 +1,4 @@
-"""Progress of a run: rounds, samples, local steps and seconds."""
+"""Progress of a run: rounds, samples, local steps, seconds, and what was sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydl.config.typed import Amount, Count, Seconds, typed
+
+AXES = {
+    "round": "round",
+    "samples": "num_samples",
+    "seconds": "seconds",
+    "bytes": "num_bytes",
+    "messages": "num_messages",
+}
+"""Names in ``result.json`` of what a score is drawn over, with the fields of ``Progress``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +34,17 @@ class Progress:
     """Local steps of each worker; the mean if they differ."""
     seconds: Seconds = 0.0
     """Seconds of training, by the clocks of the workers or of the center."""
+    num_bytes: Count = 0
+    """Bytes of the completed exchanges, each counted once, as it is sent by a worker or the
+    center. A sum over p workers counts as 2 (p - 1) messages, the least that any all-reduce
+    sends. The center's answer counts with the worker's next message."""
+    num_messages: Count = 0
+    """What the workers have sent in completed exchanges: a message of each worker for each sum, or
+    for each shard of the center; answers are not counted."""
+
+    def of_score(self) -> dict[str, float]:
+        """Return the entries of a score in ``result.json`` that say when it was."""
+        return {name: getattr(self, field) for name, field in AXES.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:

@@ -25,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, toward_center
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
-from raydl.core.rules import Rule, Sends, squared_distance
+from raydl.core.rules import Message, ReplicaSpan, Rule, Travelled, squared_distance
 from raydl.core.tensor_files import view_of
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.data.target import Key
@@ -161,7 +161,7 @@ class Replica:
         time_parts: measures the time parts.
         training: precision, and number of parts of a batch.
         has_dynamic_weights: whether a replica that is suddenly far from the center counts little;
-            for rules that send weights.
+            for rules that send weights ahead.
         needs_all_gradients: whether to refuse a gradient if the loss did not reach all parameters;
             for optimizers at the center that would update the others anyway.
         who: returns (worker id, local step), for error messages.
@@ -187,7 +187,7 @@ class Replica:
         self._task = task
         self._rule = rule
         self._make_optimizer = make_optimizer
-        self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
+        self._optimizer = make_optimizer([self.flat.weights]) if rule.takes_steps else None
         self._parts = time_parts
         self._training = training
         self._needs_all_gradients = needs_all_gradients
@@ -199,20 +199,35 @@ class Replica:
         """Says how much a batch counts."""
         self.batch_count = 0.0
         """How much the last batch counted, without those of partners."""
-        self._counted = 0.0
-        """What all batches counted."""
-        self._num_begun: dict[int, float] = {}
-        self._num_sent: dict[int, float] = {}
-        self._kept_num_sent: dict[int, float] = {}
-        self._num_dropped = 0.0
+        self._travelled = Travelled()
+        """Since the start; the values of the dicts are those when the message of a span began."""
+        self._begun: dict[int, Travelled] = {}
+        self._arrived: dict[int, Travelled] = {}
+        self._kept_arrived: dict[int, Travelled] = {}
+        self._dropped = Travelled()
+        """When unsent gradients were last discarded."""
+        self._vectors = {name: torch.zeros_like(flat.weights) for name in rule.keeps}
+        """What the rule keeps, each of shape [num_parameters]."""
+        self._lanes = self._lane_memory()
+        self.exchanges: Sequence[Exchange] = ()
+        """All exchanges of the present round, for a rule that changes gradients."""
         self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
         self._reached_sent: dict[int, tuple[int, ...]] = {}
-        self._moves: list[tuple[slice, Tensor]] | None = None
+        self._moves: list[tuple[Tensor, Tensor]] | None = None
+        """Since ``keep``: parts of weights and kept vectors, and what was subtracted from each."""
         self.num_steps = 0
         """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
         """Workers that share this replica, or None."""
+        self.alter: Callable[[Tensor], Tensor] = lambda message: message
+        """Returns what is sent instead of a lane of a message; a planned fault may set it."""
         self._distances = Distances()
+
+    def _lane_memory(self) -> dict[str, Tensor]:
+        """Return memory for each lane of a message, shape [num_parameters]."""
+        if len(self._rule.lanes) == 1 and not self._rule.keeps:
+            return {self._rule.lanes[0]: self._pull}  # free until the message has landed
+        return {lane: torch.empty_like(self.flat.weights) for lane in self._rule.lanes}
 
     def step(self, batch: Batch, step_plan: StepPlan = _NO_EXCHANGE) -> Stepped:
         """Take one local step, with the exchanges that begin and complete in it.
@@ -235,24 +250,24 @@ class Replica:
         """
 
         def gradient() -> tuple[Tensor, float]:
-            self._counted += 1.0
+            self._count(1.0)
             return self.flat.weights.new_zeros(()), 1.0
 
         return self._step(gradient, step_plan)[1]
 
     def _step(self, gradient: MakeGradient, step_plan: StepPlan) -> Stepped:
-        if self._rule.sends is Sends.WEIGHTS:
-            loss, arrivals = self._step_with_weights(gradient, step_plan)
+        if self._rule.ahead:
+            loss, arrivals = self._send_then_step(gradient, step_plan)
         else:
             loss, arrivals = self._step_then_send(gradient, step_plan)
         for exchange in step_plan.join:
-            self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
+            self._arrived[exchange.span.start] = self._begun[exchange.span.start]
         return loss, arrivals[-1].sums if arrivals else None
 
-    def _step_with_weights(
+    def _send_then_step(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
-        """Step while the weights of the start of the step are sent."""
+        """Step while the message of the start of the step is sent."""
         arrivals: list[Arrival] = []
         failure: ExchangeError | None = None
         try:
@@ -277,20 +292,20 @@ class Replica:
     def _step_then_send(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
-        """Step, then send the gradient or the progress, and copy the center."""
+        """Step, then send, and land: follow the center."""
         loss, count = gradient()
-        if self._rule.sends is Sends.PROGRESS:
+        if self._rule.takes_steps:
             self._local_step(count)
         else:
-            self.num_steps += 1
+            self._count_step(count)
         try:
             self.begin(step_plan)
             arrivals = self._wait(step_plan)
         except ExchangeError:
-            if self._rule.sends is Sends.GRADIENT:
+            if not self._rule.takes_steps:
                 self._drop_gradients()
             raise
-        self._follow(step_plan)
+        self._land(step_plan, arrivals)
         return loss, arrivals
 
     def begin(self, step_plan: StepPlan) -> None:
@@ -308,43 +323,69 @@ class Replica:
     def _send(self, exchange: Exchange, step_plan: StepPlan) -> None:
         span = exchange.span
         header = step_plan.header if exchange is step_plan.begin[-1] else Header()
-        num_samples = self._counted - self._num_sent.get(span.start, self._num_dropped)
-        header = replace(header, num_samples=num_samples)
-        if self._rule.sends is not Sends.GRADIENT and exchange not in step_plan.join:
+        if self._rule.takes_steps and exchange not in step_plan.join:
             # Keep the weights for the later step in which the exchange takes effect.
             if not self._sent.numel():
                 self._sent = torch.empty_like(self.flat.weights)
             self._sent[span] = self.flat.weights[span]
         message = self._message(exchange, step_plan)
+        lanes = {name: self.alter(lane) for name, lane in message.lanes.items()}
+        message = replace(message, lanes=lanes)
         f = self._dynamic_weights.distrust_at(span.start)
-        seen = toward_center(message, exchange.center.weights, f)
-        self._check_message(seen, exchange, num_samples)
+        self._check_message(message, exchange, f)
         exchange.begin(message, self.flat.buffers, header, f)
-        if self._rule.sends is Sends.GRADIENT:
+        if not self._rule.takes_steps:
             # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()
             self._reached_sent[span.start] = tuple(self.flat.num_reached)
-        self._num_begun[span.start] = self._counted
+        self._begun[span.start] = self._travelled
 
-    def _message(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
+    def _message(self, exchange: Exchange, step_plan: StepPlan) -> Message:
         """Return the rule's message for a span; it is not changed until the exchange is joined."""
-        span = exchange.span
-        if self._rule.sends is Sends.GRADIENT:
-            return self.flat.gradients[span].clone()
-        weights = self._weights_sent(exchange, step_plan)
-        if self._rule.sends is Sends.PROGRESS:
-            return torch.sub(exchange.center.weights, weights, out=self._pull[span])
+        span, center = exchange.span, exchange.center
         if self._dynamic_weights.is_on:
+            weights = self._weights_sent(exchange, step_plan)
             self._dynamic_weights.note_distance(
                 span.start, self._distance_squared(exchange, weights) ** 0.5
             )
-        return weights
+        replica = self._view(span)
+        replica.x = self._weights_sent(exchange, step_plan)
+        out = {lane: memory[span] for lane, memory in self._lanes.items()}
+        return self._rule.compose(replica, center.weights, center.state, out)
 
-    def _check_message(self, message: Tensor, exchange: Exchange, num_samples: float) -> None:
+    def _view(self, span: slice) -> ReplicaSpan:
+        """Return a span of this replica as the rule sees it."""
+        before = self._arrived.get(span.start, self._dropped)
+        return ReplicaSpan(
+            x=self.flat.weights[span],
+            gradient=self.flat.gradients[span],
+            since=self._travelled - before,
+            lr=self._lr,
+            vectors={name: vector[span] for name, vector in self._vectors.items()},
+        )
+
+    @property
+    def _lr(self) -> float:
+        """The learning rate of the inner optimizer, 0 without one."""
+        return float(self._optimizer.param_groups[0].get("lr", 0.0)) if self._optimizer else 0.0
+
+    def _count(self, samples: float) -> None:
+        before = self._travelled
+        self._travelled = replace(before, samples=before.samples + samples)
+
+    def _count_step(self, count: float) -> None:
+        self.num_steps += 1
+        if not count:
+            return
+        before = self._travelled
+        self._travelled = replace(before, steps=before.steps + 1, rates=before.rates + self._lr)
+
+    def _check_message(self, message: Message, exchange: Exchange, distrust: float) -> None:
         """Raise a StepError if a message or the float buffers must not reach the center."""
-        is_gradient = self._rule.sends is Sends.GRADIENT
-        sent = {"gradient" if is_gradient else "weights": message}
-        if exchange.center.buffers.numel():
+        center, sent = exchange.center, {}
+        for lane in self._rule.lanes:  # only weights, which are one lane, are distrusted
+            sent[lane] = toward_center(message.lanes[lane], center.weights, distrust)
+        if center.buffers.numel():
             sent["float buffers"] = self.flat.buffers
         for name, values in sent.items():
             if not is_finite(values):
@@ -353,7 +394,7 @@ class Replica:
                     f"values in its {name} are NaN, infinite or beyond 1e19, so nothing was sent; "
                     f"lower optimizer.lr, or check the data of that step",
                 )
-        if is_gradient and num_samples and self._needs_all_gradients:
+        if self._needs_all_gradients and message.weight:
             before = self._reached_sent.get(exchange.span.start, self._reached_before)
             unreached = self.flat.unreached(before, exchange.span)
             if unreached:
@@ -407,14 +448,14 @@ class Replica:
                 return self.flat.weights.new_zeros(())
             # A gradient to send is a sum, so that ranks whose batches count less weigh less in
             # the mean.
-            scale = count if self._rule.sends is Sends.GRADIENT else 1.0
+            scale = 1.0 if self._rule.takes_steps else count
             losses = [
                 self._backward(part, part_count / count, scale)
                 for part, part_count in zip(parts, counts, strict=True)
                 if part_count
             ]
             self.flat.rebind()
-        self._counted += count
+        self._count(count)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _backward(self, part: Batch, share: float, scale: float) -> Tensor:
@@ -427,10 +468,15 @@ class Replica:
 
     def _local_step(self, count: float) -> None:
         """Step the inner optimizer, if the batch counts; without one, gradients accumulate."""
-        self.num_steps += 1
+        self._count_step(count)
         if self._optimizer is None:
             return
         with self._parts.measure("replica_update"):
+            if count and self._rule.tilts:
+                for exchange in self.exchanges:
+                    span = exchange.span
+                    gradient = self.flat.gradients[span]
+                    self._rule.tilt_(gradient, self._view(span), exchange.center.state)
             if count:
                 self._optimizer_step(self._optimizer)
             self.flat.gradients.zero_()
@@ -461,9 +507,10 @@ class Replica:
         self._local_step(count)
         with self._parts.measure("replica_update"):
             for exchange, pull in pulls:
-                self.flat.weights[exchange.span].sub_(pull)
+                weights = self.flat.weights[exchange.span]
+                weights.sub_(pull)
                 if self._moves is not None:
-                    self._moves.append((exchange.span, pull.clone()))
+                    self._moves.append((weights, pull.clone()))
         self._commit(step_plan)
 
     def _pull_of(self, exchange: Exchange, arrival: Arrival, step_plan: StepPlan) -> Tensor:
@@ -478,32 +525,39 @@ class Replica:
             sent = toward_center(weights, center, f)
         # The distance is that of the weights themselves, whatever was sent of them.
         true_squares = None if sent is weights else self._distance_squared(exchange, weights)
-        squares = self._rule.measured_pull(sent, center, arrival.tally, out=pull)
+        squares = self._rule.measured_pull(sent, center, arrival.now, out=pull)
         self._distances.note(exchange.span, squares if true_squares is None else true_squares)
         return pull.add_(weights - center, alpha=f) if f else pull
 
-    def _follow(self, step_plan: StepPlan) -> None:
-        """Update the center and copy it, but keep the steps since the message."""
+    def _land(self, step_plan: StepPlan, arrivals: list[Arrival]) -> None:
+        """Update the center, then the replica by it."""
         if not step_plan.join:
             return
-        for exchange in step_plan.join:
-            if self._rule.sends is Sends.PROGRESS:
+        if self._rule.takes_steps:
+            for exchange in step_plan.join:
                 weights = self.flat.weights[exchange.span]
                 self._distances.note(exchange.span, self._distance_squared(exchange, weights))
         self._commit(step_plan)
         with self._parts.measure("replica_update"):
-            for exchange in step_plan.join:
-                weights = self.flat.weights[exchange.span]
-                before = weights.clone() if self._moves is not None else None
-                if self._rule.sends is Sends.GRADIENT or exchange in step_plan.begin:
-                    weights.copy_(exchange.center.weights)
-                else:
-                    # x <- c + (x - sent weights), which keeps the steps since the message.
-                    weights.sub_(self._sent[exchange.span]).add_(exchange.center.weights)
-                if exchange.center.buffers.numel():
-                    self.flat.buffers.copy_(exchange.center.buffers)
-                if self._moves is not None and before is not None:
-                    self._moves.append((exchange.span, before.sub_(weights)))
+            for exchange, arrival in zip(step_plan.join, arrivals, strict=True):
+                self._land_span(exchange, arrival, step_plan)
+
+    def _land_span(self, exchange: Exchange, arrival: Arrival, step_plan: StepPlan) -> None:
+        span, center = exchange.span, exchange.center
+        replica = self._view(span)
+        replica.since = self._begun[span.start] - self._arrived.get(span.start, self._dropped)
+        if self._rule.keeps:
+            replica.sent = arrival.sent or {lane: v[span] for lane, v in self._lanes.items()}
+        if self._rule.takes_steps and exchange not in step_plan.begin:
+            replica.x_sent = self._weights_sent(exchange, step_plan)
+        changed = [replica.x, *replica.vectors.values()]
+        before = [tensor.clone() for tensor in changed] if self._moves is not None else []
+        self._rule.land_(replica, center.weights, center.state, arrival.now)
+        if center.buffers.numel():
+            self.flat.buffers.copy_(center.buffers)
+        if self._moves is not None:
+            moves = zip(changed, before, strict=True)
+            self._moves.extend((now, then.sub_(now)) for now, then in moves)
 
     def unsent_progress(self, exchanges: Sequence[Exchange], last_step: StepPlan) -> Tensor:
         """Return the progress since the messages of a round, shape [num_parameters].
@@ -523,15 +577,15 @@ class Replica:
 
     def keep(self) -> None:
         """Record the changes by exchanges from now on, for ``undo_``."""
-        self._moves, self._kept_num_sent = [], dict(self._num_sent)
+        self._moves, self._kept_arrived = [], dict(self._arrived)
 
     def undo_(self) -> None:
         """Undo the changes by exchanges since ``keep``; local steps are kept."""
         if self._moves is None:
             return
-        for span, move in self._moves:
-            self.flat.weights[span].add_(move)
-        self._moves, self._num_sent = None, self._kept_num_sent
+        for tensor, move in self._moves:
+            tensor.add_(move)
+        self._moves, self._arrived = None, self._kept_arrived
 
     def _commit(self, step_plan: StepPlan) -> None:
         with self._parts.measure("center_update"):
@@ -576,13 +630,15 @@ class Replica:
         self.become(weights, buffers)
         if self._optimizer is not None:
             self._optimizer = self._make_optimizer([self.flat.weights])
+        for vector in self._vectors.values():
+            vector.zero_()
         self._distances = Distances()
         self._dynamic_weights = DynamicWeights(is_on=self._dynamic_weights.is_on)
 
     def _drop_gradients(self) -> None:
         """Discard unsent gradients, and what their samples count."""
         self.flat.gradients.zero_()
-        self._num_sent, self._num_dropped = {}, self._counted
+        self._arrived, self._dropped = {}, self._travelled
         self._reached_sent, self._reached_before = {}, tuple(self.flat.num_reached)
 
     def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
@@ -599,7 +655,8 @@ class Replica:
             optimizer = copied_to_cpu(self._optimizer_state())
             torch.save({**optimizer, "untrained": non_trainable}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
-        differed = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
+        tensors = [self.flat.weights, self.flat.buffers, *self._vectors.values()]
+        differed = partners.copy_first_(tensors, is_first=is_first)
         if not is_first:
             first = torch.load(io.BytesIO(content), weights_only=True)
             self.flat.non_trainable.load(first["untrained"])
@@ -660,6 +717,7 @@ class Replica:
             "weights": self.flat.weights.detach(),
             "buffers": self.flat.buffers.detach(),
             "gradients": self.flat.gradients.detach(),
+            "vectors": dict(self._vectors),
             **self._optimizer_state(),
         }
 
@@ -674,8 +732,8 @@ class Replica:
             "untrained": {name: view_of(a) for name, a in self.flat.non_trainable.own().items()},
             "distances": self._distances.state(),
             "trust": self._dynamic_weights.state(),
-            "num_seen": self._counted,
-            "num_sent": dict(self._num_sent),
+            "travelled": astuple(self._travelled),
+            "arrived": {start: astuple(then) for start, then in self._arrived.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
@@ -696,5 +754,17 @@ class Replica:
         self._load_optimizer(state, num_elements=num_elements, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])
-        self._counted, self._num_sent = state["num_seen"], dict(state["num_sent"])
-        self._num_dropped = self._counted
+        for name, vector in self._vectors.items():
+            if name in state.get("vectors", {}):  # else zeros: the method was another one
+                vector.zero_()[:num_elements].copy_(state["vectors"][name])
+        self._load_travelled(state)
+
+    def _load_travelled(self, state: Mapping[str, Any]) -> None:
+        if "travelled" in state:
+            self._travelled = Travelled(*state["travelled"])
+            arrived = state["arrived"].items()
+            self._arrived = {start: Travelled(*then) for start, then in arrived}
+        else:  # of an earlier version, which counted samples alone
+            self._travelled = Travelled(state["num_seen"])
+            self._arrived = {start: Travelled(n) for start, n in state["num_sent"].items()}
+        self._dropped = self._travelled

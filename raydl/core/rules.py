@@ -3,22 +3,25 @@
 A rule uses no transport, no clock and no random numbers, so that one object serves every strategy.
 All right-hand sides use the values before the step. The named methods, with their equations, are in
 ``raydl.methods``.
+
+A message is one or more named vectors, its *lanes*, and named numbers, of which one is its weight.
+The framework carries the messages (whole or in spans: fragments, shards), encodes them, sums them,
+keeps what the rule names beside the center, and counts the samples.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from raydl.config import MethodConfig
+from raydl.errors import ConfigError
 
 BLOCK = 1 << 19
 """Floats per block, 2 MiB: several vectors of it fit in the shared cache, and a pass over it takes
@@ -44,14 +47,14 @@ def squared_distance(a: Tensor, b: Tensor, *, scratch: Tensor) -> float:
     return squares
 
 
-def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
+def mix_buffers_(buffers: Tensor, total: Tensor, *, num_messages: int, num_workers: int) -> Tensor:
     """Do b <- b + (total - n*b) / p in place; ``total``, sum of n buffers, is overwritten.
 
     The buffers move towards the mean of the messages by the share of workers that sent one. If all
     workers exchange at once they become the mean.
     """
-    total.sub_(buffers, alpha=tally.num_messages)
-    return buffers.add_(total, alpha=1 / tally.num_workers)
+    total.sub_(buffers, alpha=num_messages)
+    return buffers.add_(total, alpha=1 / num_workers)
 
 
 def lr_factor(
@@ -91,32 +94,138 @@ def lr_factor(
     return 1 - share if schedule == "linear" else 1.0
 
 
-class Sends(enum.Enum):
-    """Content of a worker's message."""
+@dataclass(frozen=True)
+class Travelled:
+    """What a replica has done, since its start or since a message."""
 
-    WEIGHTS = "weights"
-    """Weights at the start of the step, sent while the gradient is computed."""
-    GRADIENT = "gradient"
-    """Sum of the gradients of all batches since the last exchange, each times what it counts."""
-    PROGRESS = "progress"
-    """c - x after the step: the distance from the center that the replica last copied."""
+    samples: float = 0.0
+    """What its samples count: their number, or what the loss is a mean over, such as labelled
+    tokens (``raydl.tasks.Counter``)."""
+    steps: int = 0
+    """Local steps with samples."""
+    rates: float = 0.0
+    """Sum of the learning rates of these steps."""
+
+    def __sub__(self, before: Travelled) -> Travelled:
+        return Travelled(
+            self.samples - before.samples, self.steps - before.steps, self.rates - before.rates
+        )
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Numbers behind a sum of messages."""
+class Message:
+    """What a replica sends of one span, as ``Rule.compose`` returns it."""
+
+    lanes: Mapping[str, Tensor]
+    """A vector, shape [n], for each of ``Rule.lanes``; not changed by anyone until the exchange
+    has ended."""
+    weight: float = 1.0
+    """What the message counts in the sum, at least 0."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """A number for each of ``Rule.numbers``; they are summed as the lanes are."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """What both sides of an exchange know of it."""
 
     num_workers: int
     """Workers that train now (p)."""
-    num_messages: int
-    """Messages in the sum: p if all workers exchange at once, else 1."""
-    num_samples: float
-    """What the samples behind these messages count, since the previous exchange: their number, or
-    what the loss is a mean over, such as labelled tokens (``raydl.tasks.Counter``). A sum of
-    gradients divided by it is the gradient of the mean loss."""
     share_of_round: float = 1.0
     """Local steps of this round / those of a whole round, in [0, 1]: below 1 where samples run out,
     as in the last round of a run. Progress is in proportion to it; momentum would not be."""
+    staleness: int = 0
+    """Messages of others that moved the center since this worker received it; 0 if all workers
+    exchange at once."""
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One message as the center decoded it."""
+
+    lanes: Mapping[str, Tensor]
+    """By lane, its vector, shape [n]; may be overwritten."""
+    weight: float
+
+
+@dataclass
+class Mail:
+    """The messages that meet in one update of the center, as weighted sums."""
+
+    sums: Mapping[str, Tensor]
+    """By lane, the sum of the messages, each times its weight, shape [n]; may be overwritten."""
+    count: int
+    """Messages in the sums: p if all workers exchange at once, else 1."""
+    weight: float
+    """The sum of their weights; not 0."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """By name, the sum of the numbers, each times the weight of its message."""
+    letters: Sequence[Letter] | None = None
+    """Each message, in the order of the ranks, for a rule without ``sums``."""
+
+    def each(self) -> Sequence[Letter]:
+        """Return the messages one by one, in the order of the ranks.
+
+        Raises:
+            ConfigError: if the rule has not asked for them.
+        """
+        if self.letters is None:
+            problem = "asks for each message, so it must set sums = False (docs/algorithms.md)"
+            raise ConfigError("method.name", problem)
+        return self.letters
+
+    def total(self, lane: str) -> Tensor:
+        """Return the weighted sum of a lane, shape [n]; it may be overwritten."""
+        return self.sums[lane]
+
+    def mean(self, lane: str) -> Tensor:
+        """Return the weighted mean of a lane, shape [n], in the memory of its sum: ask once."""
+        return self.sums[lane].div_(self.weight)
+
+    def mean_number(self, name: str) -> float:
+        """Return the weighted mean of a number."""
+        return self.numbers[name] / self.weight
+
+
+@dataclass
+class State:
+    """What a rule keeps beside one span of the center; checkpoints hold it."""
+
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    """By the names in ``Rule.shared``, shape [n], at first zeros."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """By the names in ``Rule.shared_numbers``, at first 0."""
+    step_along_: Callable[[Tensor], None] | None = None
+    """Steps the user's optimizer along a gradient, shape [n], at the center of a rule whose
+    replicas take no steps."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vectors[name]
+
+
+@dataclass
+class ReplicaSpan:
+    """One span of a replica, as a rule sees it."""
+
+    x: Tensor
+    """Its weights, shape [n]."""
+    gradient: Tensor
+    """Sum of the gradients of all batches since the last message, each times what it counts, of a
+    rule whose replicas take no steps; shape [n]."""
+    since: Travelled = Travelled()
+    """What it has done since the last message."""
+    lr: float = 0.0
+    """Learning rate of its newest step."""
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What it keeps between messages, by the names in ``Rule.keeps``, shape [n]; at first zeros."""
+    x_sent: Tensor | None = None
+    """Its weights when the message was composed, shape [n]; None: no step was taken since."""
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
+    """The lanes of its newest message as the receivers decoded them, when it lands, for a rule
+    with ``keeps``."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vectors[name]
 
 
 @dataclass(frozen=True)
@@ -136,11 +245,26 @@ class Rule:
     All operations are elementwise over flat tensors, so a rule works on a slice as on the whole:
     fragments and shards of the center need no further code.
 
+    The defaults are those of a rule that sends progress: the replica takes local steps, sends
+    D = c - x, and then follows the center. It needs ``merge_`` alone.
+
     Attributes:
-        sends: content of a message. A rule that sends weights defines ``pull``; after any other
-            exchange the replica becomes a copy of the center.
-        steps_replica: False moves the user's optimizer to the center, for a rule that sends
-            gradients, whose replicas take no steps in any case.
+        lanes: names of the vectors of a message.
+        numbers: names of the numbers of a message, beside its weight.
+        sums: False: the center sees each message (``Mail.each``). They are gathered then, which
+            costs p - 1 messages and the memory of p.
+        keeps: names of vectors that each replica keeps between messages.
+        shared: names of vectors beside the center.
+        shared_numbers: names of numbers beside the center.
+        ahead: see ``AheadRule``; its replicas subtract ``pull`` and keep their own weights.
+        takes_steps: False: see ``GradientRule``; the user's optimizer is then at the center
+            (``State.step_along_``).
+        compression: default codec of the messages; see ``raydl.core.codecs``.
+        may_compress: whether the messages bear another codec.
+        feedback_decay: share of what a codec has left out that the next message takes along, in
+            [0, 1]; at 1 nothing is lost.
+        whole_tensors: whether fragments end where a parameter tensor ends.
+        needs_plain_sgd: whether plain SGD, without momentum, has to take the local steps.
         strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
         period: default number of local steps between exchanges.
         name: name of a method of ``raydl.methods``.
@@ -149,12 +273,23 @@ class Rule:
         has_momentum_at_center: whether the user's momentum is at the center (the master), not at
             the replicas.
         outer: default (rate, momentum) of the outer step, or None if there is none to set.
-        overlap: whether weights are sent while the gradient is computed.
+        overlap: whether a message that is composed ahead travels while the gradient is computed.
         steps_by_speed: whether slower workers always take fewer local steps.
     """
 
-    sends: Sends = Sends.WEIGHTS
-    steps_replica: bool = True
+    lanes: tuple[str, ...] = ("progress",)
+    numbers: tuple[str, ...] = ()
+    sums: bool = True
+    keeps: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    shared_numbers: tuple[str, ...] = ()
+    ahead: bool = False
+    takes_steps: bool = True
+    compression: str = "none"
+    may_compress: bool = True
+    feedback_decay: float = 1.0
+    whole_tensors: bool = False
+    needs_plain_sgd: bool = False
     strategy: str = "sync"
     period: int = 10
     name: str = ""
@@ -172,61 +307,154 @@ class Rule:
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> Rule:
-        """Return the rule with the user's settings; a rule without settings ignores them."""
-        return cls()
+        """Return the rule with the user's options, which are its arguments."""
+        return cls(**config.parsed_options)
 
-    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
-        """Return the update that the replica subtracts after its local step, shape [n]."""
+    def compose(
+        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
+    ) -> Message:
+        """Return the message of a replica. Changes nothing but ``out``: the exchange may fail.
+
+        Args:
+            replica: its span.
+            center: as this worker last received it, shape [n].
+            state: what is beside that center; empty in methods in which the center is elsewhere
+                (those with messages).
+            out: by lane, memory for a vector, shape [n].
+        """
+        return Message({"progress": torch.sub(center, replica.x, out=out["progress"])})
+
+    def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
+        """Update the center, shape [n], in place with the messages."""
         raise NotImplementedError
 
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Update the center in place with the sum of the messages, which may be overwritten."""
+    def land_(self, replica: ReplicaSpan, center: Tensor, state: State, now: Now) -> None:
+        """Update the replica in place, after the center has moved.
+
+        The default follows the center, and keeps the steps since the message was composed.
+        """
+        if replica.x_sent is None:
+            replica.x.copy_(center)
+        else:
+            replica.x.sub_(replica.x_sent).add_(center)
+
+    def tilt_(self, gradient: Tensor, replica: ReplicaSpan, state: State) -> None:
+        """Change the mean gradient of a batch, shape [n], in place before a local step."""
+
+    def pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> Tensor:
+        """Return what the replica subtracts after its local step, shape [n], if sent ``ahead``.
+
+        Args:
+            replica: its weights as sent, shape [n].
+            center: before it moves, shape [n].
+            now: of the exchange.
+            out: memory for the result, shape [n].
+        """
         raise NotImplementedError
 
-    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+    def measured_pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> float:
         """Write the result of ``pull`` into ``out``; return the squared distance of the two.
 
         All tensors have shape [n]; see ``pull``.
         """
         squares = squared_distance(replica, center, scratch=out)
-        pull = self.pull(replica, center, tally, out=out)
+        pull = self.pull(replica, center, now, out=out)
         if pull is not out:  # a rule need not use out
             out.copy_(pull)
         return squares
 
-    def exchange_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+    def exchange_(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> float:
         """Update the center in place with one replica, if one process can access both.
+
+        For rules that send their weights ahead, and nothing else.
 
         Args:
             replica: weights to send, shape [n]; not changed.
             center: shape [n].
-            tally: numbers of one message.
+            now: of the exchange.
             out: receives the update that the replica subtracts after its local step, shape [n].
 
         Returns:
             The squared distance of the two before the update.
         """
-        squares = self.measured_pull(replica, center, tally, out=out)
-        self.update_center_(center, replica.clone(), tally, None)
+        squares = self.measured_pull(replica, center, now, out=out)
+        mail = Mail({self.lanes[0]: replica.clone()}, count=1, weight=1.0)
+        self.merge_(center, mail, State(), now)
         return squares
 
-    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
-        """Return the rule's optimizer at the center, over one flat tensor, or None if it has none.
+    @property
+    def sends_weights_alone(self) -> bool:
+        """Whether a message is the replica's weights, and nothing is kept beside the center."""
+        return self.ahead and not self.numbers and not self.has_state
 
-        Checkpoints hold its state. Rules with ``steps_replica = False`` get the user's optimizer
-        instead.
+    @property
+    def has_state(self) -> bool:
+        """Whether anything is kept beside the center."""
+        return bool(self.shared or self.shared_numbers) or not self.takes_steps
+
+    @property
+    def tilts(self) -> bool:
+        """Whether it changes the gradients of local steps."""
+        return type(self).tilt_ is not Rule.tilt_
+
+    def lanes_of(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the lanes of a message whose lanes follow each other in one vector."""
+        return dict(zip(self.lanes, values.view(len(self.lanes), -1), strict=True))
+
+    def joined(self, message: Message) -> Tensor:
+        """Return the lanes of a message one after the other, shape [num_lanes * n].
+
+        One lane is returned as it is.
         """
-        return None
+        lanes = [message.lanes[name] for name in self.lanes]
+        return lanes[0] if len(lanes) == 1 else torch.cat(lanes)
+
+
+class AheadRule(Rule):
+    """A rule that sends the weights before a local step; it needs ``pull`` and ``merge_``.
+
+    The messages travel while the gradient is computed. A codec encodes their difference to the
+    center, and what it leaves out is part of the next difference.
+    """
+
+    lanes = ("weights",)
+    ahead = True
+
+    def compose(
+        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
+    ) -> Message:
+        """Return x."""
+        return Message({"weights": replica.x})
+
+
+class GradientRule(Rule):
+    """A rule whose replicas take no steps, but send the sum of their gradients.
+
+    The sum of n * g over the batches since the last message weighs the sum of n, what the batches
+    count; the mean of a lane is thus the gradient of the mean loss.
+    """
+
+    lanes = ("gradient",)
+    takes_steps = False
+
+    def compose(
+        self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]
+    ) -> Message:
+        """Return the sum of n * g, which weighs n."""
+        gradient = out["gradient"].copy_(replica.gradient)
+        return Message({"gradient": gradient}, weight=replica.since.samples)
+
+    def land_(self, replica: ReplicaSpan, center: Tensor, state: State, now: Now) -> None:
+        """Do x <- c."""
+        replica.x.copy_(center)
 
 
 def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return states of ``DelayedNesterov`` at parts of one span as if equally many steps were in s.
+    """Return states of ``async-diloco`` at parts of one span as if equally many steps were in s.
 
     The span has one count, that of the part with the fewest. The sums of the others are scaled to
     it, so that every average s/n stays as it was; where a part has no steps, the momentum goes
-    without what the others have in s. States of other optimizers do not change.
+    without what the others have in s. States of other rules do not change.
     """
     if not any("arrivals" in state for state in states):
         return states
@@ -237,11 +465,3 @@ def with_equal_arrivals(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else state
         for state in states
     ]
-
-
-def step_along_(center: Tensor, direction: Tensor, optimizer: Optimizer | None) -> None:
-    """Step the optimizer at the center along a flat gradient, shape [n]."""
-    assert optimizer is not None, "this rule needs an optimizer at the center"
-    center.grad = direction
-    optimizer.step()
-    center.grad = None

@@ -1,4 +1,4 @@
-"""The end of a run, by samples, local steps or seconds, and evaluations that are due before."""
+"""The end of a run, by samples, steps, seconds or bytes, and evaluations that are due before."""
 
 from __future__ import annotations
 
@@ -18,27 +18,37 @@ class StopCondition:
     """Local steps of each worker."""
     seconds: float | None = None
     """Seconds of training."""
+    num_bytes: int | None = None
+    """Bytes sent in exchanges; see ``raydl.core.progress.Progress``."""
 
     @classmethod
     def of(cls, training: TrainingConfig, *, epoch_samples: int) -> StopCondition:
         """Return the end from the settings, with ``epoch_samples`` samples per epoch."""
         if training.num_epochs is not None:
             return cls(num_samples=training.num_epochs * epoch_samples)
-        return cls(training.samples, training.steps, training.seconds)
+        return cls(training.samples, training.steps, training.seconds, training.num_bytes)
 
-    def share_done(self, *, num_samples: float, num_steps: float, seconds: float) -> float:
+    def share_done(
+        self, *, num_samples: float, num_steps: float, seconds: float, num_bytes: float
+    ) -> float:
         """Return the share of the run that is done, 0..1, for the learning rate schedule."""
         if self.num_steps is not None:
             return min(1.0, num_steps / self.num_steps)
         if self.seconds is not None:
             return min(1.0, seconds / self.seconds)
+        if self.num_bytes is not None:
+            return min(1.0, num_bytes / self.num_bytes)
         assert self.num_samples is not None
         return min(1.0, num_samples / self.num_samples)
 
-    def is_reached(self, *, num_samples: int, num_steps: int, seconds: float) -> bool:
+    def is_reached(
+        self, *, num_samples: int, num_steps: int, seconds: float, num_bytes: int
+    ) -> bool:
         """Whether the run is complete."""
-        done = {"num_samples": num_samples, "num_steps": num_steps, "seconds": seconds}
-        return self.share_done(**done) >= 1.0
+        share = self.share_done(
+            num_samples=num_samples, num_steps=num_steps, seconds=seconds, num_bytes=num_bytes
+        )
+        return share >= 1.0
 
     def samples_left(self, num_samples: int) -> int | None:
         """Return the samples until the end, or None if samples do not end the run."""

@@ -11,7 +11,6 @@ import torch
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
-from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback, LostResidual, redistribute_residuals
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
@@ -80,9 +79,9 @@ class WorkerContext:
 
     def feedback_of(self, span: Span, compression: str) -> ErrorFeedback:
         """Return the codec of a span, with its residual, also if the codec was another before."""
-        codec, before = parse_codec(compression), self.feedback.get(span)
+        codec, before = self.method.codec(compression), self.feedback.get(span)
         if before is None or before.codec.name != codec.name:
-            self.feedback[span] = ErrorFeedback(codec)
+            self.feedback[span] = ErrorFeedback(codec, decay=self.method.rule.feedback_decay)
             if before is not None:
                 self.feedback[span].load_state_dict(before.state_dict())
         return self.feedback[span]
@@ -90,7 +89,8 @@ class WorkerContext:
     def redistribute_residuals(self, spans: Sequence[Span]) -> None:
         """Move the residuals to other spans of the same parameters, if the spans have changed."""
         if self.feedback and set(self.feedback) != set(spans):
-            redistributed = redistribute_residuals(self.feedback, spans)
+            num_lanes = len(self.method.rule.lanes)
+            redistributed = redistribute_residuals(self.feedback, spans, num_lanes=num_lanes)
             self.feedback.clear()
             self.feedback.update(redistributed)
 

@@ -83,6 +83,11 @@ class TableSet(InMemory):
     class_names: tuple[str, ...] = ()
 
     @property
+    def labels(self) -> np.ndarray | None:
+        """The class of each row, int64, shape [N]; None if there is no column of classes."""
+        return self.columns[self.target] if self.target and self.class_names else None
+
+    @property
     def num_samples(self) -> int:
         """Rows of the table."""
         return len(next(iter(self.columns.values())))

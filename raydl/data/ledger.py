@@ -6,7 +6,8 @@ back. The same calls in the same order give the same state, so every worker of a
 keeps its own ledger and sends no message about it.
 
 If an order has blocks (row groups of a streamed file), a worker reserves one block at a time and
-claims from it, so that it trains on all samples that it reads.
+claims from it, so that it trains on all samples that it reads. If the blocks are shares that differ
+by class, a worker claims from its own share first.
 """
 
 from __future__ import annotations
@@ -170,10 +171,19 @@ class Ledger:
     def _first_unopened(self) -> int:
         return max(self._free, default=self.epoch - 1) + 1
 
-    def claim(self, worker_id: str, count: int) -> tuple[int, list[Span]]:
+    def claim(
+        self, worker_id: str, count: int, *, share: int | None = None
+    ) -> tuple[int, list[Span]]:
         """Claim the next ``count`` free positions of one epoch for a worker.
 
         Positions in the worker's own blocks come first, positions in other workers' blocks last.
+
+        Args:
+            worker_id: the worker.
+            count: number of positions.
+            share: the block whose positions come first, if the blocks are shares
+                (``raydl.data.skew``): then no worker reserves any, and the block with the most free
+                positions is next.
 
         Returns:
             (epoch, spans); fewer than ``count`` positions if the epoch has fewer.
@@ -183,6 +193,8 @@ class Ledger:
         self._open(epoch)
         if self._cuts(epoch) is None:
             spans, self._free[epoch] = _split(self._free[epoch], count)
+        elif share is not None:
+            spans = self._claim_in_shares(share, epoch, count)
         else:
             spans = self._claim_in_blocks(worker_id, epoch, count)
         self._num_claimed += _size(spans)
@@ -193,6 +205,20 @@ class Ledger:
     def _open(self, epoch: int) -> None:
         if epoch not in self._free:
             self._free[epoch], self._num_done[epoch] = [(0, self.num_samples)], 0
+
+    def _claim_in_shares(self, share: int, epoch: int, count: int) -> list[Span]:
+        cuts = self._cuts(epoch)
+        assert cuts is not None
+        shares, spans = _cut(self._free[epoch], cuts), list[Span]()
+        share %= len(shares)
+        while count and any(shares):
+            if not shares[share]:
+                share = max(range(len(shares)), key=lambda number: _size(shares[number]))
+            taken, shares[share] = _split(shares[share], count)
+            spans += taken
+            count -= _size(taken)
+        self._free[epoch] = [span for free in shares for span in free]
+        return spans
 
     def _claim_in_blocks(self, worker_id: str, epoch: int, count: int) -> list[Span]:
         spans = self._pop_reserved(worker_id, epoch, count)
@@ -411,6 +437,18 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 def _size(spans: list[Span]) -> int:
     return sum(stop - start for start, stop in spans)
+
+
+def _cut(spans: list[Span], cuts: Sequence[int]) -> list[list[Span]]:
+    """Return the parts of sorted spans in each block; ``cuts`` are the ends of the blocks."""
+    blocks: list[list[Span]] = [[] for _ in cuts]
+    for start, stop in spans:
+        while start < stop:
+            block = bisect_right(cuts, start)
+            end = min(stop, cuts[block])
+            blocks[block].append((start, end))
+            start = end
+    return blocks
 
 
 def _split(spans: list[Span], count: int) -> tuple[list[Span], list[Span]]:

@@ -21,7 +21,6 @@ from raydl.core.callbacks import Callback, Listeners
 from raydl.core.membership import Membership
 from raydl.core.method import Method
 from raydl.core.reports import Outcome, Record, WorkerReport
-from raydl.core.rules import Sends
 from raydl.core.scores import Evaluated
 from raydl.core.worker_group import (
     Busy,
@@ -160,7 +159,9 @@ class Controller:
             config,
             self.worker_registry,
             own_states=own_states,
-            hands_over=method.rule.sends is Sends.WEIGHTS or self.lost_residuals.may_exist,
+            hands_over=method.rule.ahead
+            or bool(method.rule.keeps)
+            or self.lost_residuals.may_exist,
             lost_residuals=self.lost_residuals,
             log=self._log,
             clock=clock,

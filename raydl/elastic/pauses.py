@@ -47,8 +47,9 @@ class TrainingPauses:
         end = now - min(report.idle_s, since_report_s)
         begin = end - trained_s
         if since_report_s <= _BETWEEN_REPORTS_S:
-            # In its next computation it does not say when the one before has ended.
-            begin = min(reported_at, begin if report.idle_s else begin - since_report_s)
+            # A computation that began before the last report may be followed by another one, and
+            # it does not say how long it waited between the two.
+            begin = min(reported_at, begin - (end - reported_at))
         self._add_training(begin, end)
 
     def keep_only(self, worker_ids: Collection[str]) -> None:

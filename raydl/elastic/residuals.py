@@ -7,14 +7,13 @@ from collections.abc import Callable
 from raydl.config import TrainConfig
 from raydl.core.compression import LostResidual
 from raydl.core.method import Method
-from raydl.core.rules import Sends
 from raydl.core.saved_state import SavedState
 
 
 def may_leave_out(config: TrainConfig, method: Method) -> bool:
     """Whether messages of a run may leave something out for later ones: see ``ErrorFeedback``."""
-    is_lossy = config.exchange.compression != "none" or method.finds_tuning
-    return is_lossy and method.rule.sends is not Sends.WEIGHTS
+    is_lossy = method.compression != "none" or method.finds_tuning
+    return is_lossy and method.leaves_out
 
 
 class LostResiduals:

@@ -6,13 +6,20 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from raydl.faults.plan import Fault
 
+SENDS: dict[str, Callable[[Any], Any]] = {
+    "send_nan": lambda message: message.new_full(message.shape, math.nan),
+    "send_zeros": lambda message: message.new_zeros(message.shape),
+    "send_reversed": lambda message: -message,
+}
+"""By kind of fault, what is sent instead of a message, a tensor."""
+
 
 class Inflicts(Protocol):
-    """Inflicts faults on a process; the injector itself slows a process down."""
+    """Inflicts faults on a process; the injector itself slows it down and alters its messages."""
 
     def kill(self) -> None:
         """Kill the process at once."""
@@ -68,6 +75,7 @@ class Injector:
         self._pending: list[Fault] = []
         self._before: dict[str, float] = {}
         self._slow: list[tuple[float, float]] = []  # (end, delay of each step in seconds)
+        self._sends: list[tuple[float, str]] = []  # (end, kind of fault)
 
     def skip(self, fired: Iterable[int]) -> None:
         """Never fire these faults here: they fired in another process.
@@ -121,10 +129,20 @@ class Injector:
         elif fault.kind == "stop":
             self._inflict.stop(fault.for_s)
         elif fault.kind == "slow":
-            lasts_s = math.inf if fault.for_s is None else fault.for_s
-            self._slow.append((self._clock() + lasts_s, fault.by_s or 0.0))
+            self._slow.append((self._end_of(fault), fault.by_s or 0.0))
+        elif fault.kind in SENDS:
+            self._sends.append((self._end_of(fault), fault.kind))
         else:
             assert fault.for_s is not None, "the plan requires for_s for these kinds"
             inflict = {"partition": self._inflict.partition, "drain": self._inflict.drain}
             inflict[fault.kind](fault.for_s)
         return True
+
+    def _end_of(self, fault: Fault) -> float:
+        return self._clock() + (math.inf if fault.for_s is None else fault.for_s)
+
+    def altered(self, message: Any) -> Any:
+        """Return what this process sends instead of a message, a tensor; that itself if healthy."""
+        now_s = self._clock()
+        self._sends = [(until, kind) for until, kind in self._sends if now_s < until]
+        return SENDS[self._sends[-1][1]](message) if self._sends else message

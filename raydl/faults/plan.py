@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from raydl.config.run import BAD_MESSAGES
 from raydl.errors import ConfigError
 
 KINDS: dict[str, dict[str, bool]] = {
@@ -22,6 +23,7 @@ KINDS: dict[str, dict[str, bool]] = {
     "slow": {"by_s": True, "for_s": False},
     "drain": {"for_s": True},
     "partition": {"for_s": True},
+    **{f"send_{kind}": {"for_s": False} for kind in BAD_MESSAGES},
 }
 """The kinds of faults with the durations of each: True if required, False if optional."""
 
@@ -42,7 +44,7 @@ class Fault:
     number: int
     """Position in the plan, counted from 0; in messages for users, from 1."""
     kind: str
-    """kill, stop, slow, drain or partition."""
+    """kill, stop, slow, drain, partition, send_nan, send_zeros or send_reversed."""
     target: str
     """``w1``, ``rank 0``, ``any``, ``center`` or ``shard 1``."""
     when: str
@@ -129,6 +131,23 @@ class FaultPlan:
             tuple(_fault(i, entry, draws.randrange(2**31)) for i, entry in enumerate(entries))
         )
 
+    def with_bad_workers(self, share: float, kind: str, *, num_workers: int) -> FaultPlan:
+        """Return the plan and, from the first step on, workers that send bad messages.
+
+        They are those of the last ranks, at least one: rank 0 has further duties.
+
+        Args:
+            share: share of bad workers, in (0, 1].
+            kind: what they send, one of ``raydl.config.run.BAD_MESSAGES``.
+            num_workers: workers that train at least.
+        """
+        count = num_bad_workers(share, num_workers)
+        bad = (
+            Fault(len(self.faults) + number, f"send_{kind}", f"rank {rank}", "step", 0.0)
+            for number, rank in enumerate(range(num_workers - count, num_workers))
+        )
+        return FaultPlan((*self.faults, *bad))
+
     @property
     def for_workers(self) -> tuple[Fault, ...]:
         """The faults of workers."""
@@ -164,6 +183,11 @@ class FaultPlan:
                 limit, setting = limits[word]
                 problem = f"target must be a {word} below {limit}, {setting}, got {fault.target!r}"
                 raise _wrong(fault.number, problem)
+
+
+def num_bad_workers(share: float, num_workers: int) -> int:
+    """Return the number of bad workers, at least one."""
+    return max(1, round(share * num_workers))
 
 
 def _load(path: str) -> object:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raydl.core.codecs import parse_codec
 from raydl.core.optimizers import is_elementwise
-from raydl.core.rules import Sends
 from raydl.errors import ConfigError
 from raydl.methods.easgd import Elastic, moving_rate_limit_in_turn
 
@@ -32,9 +31,10 @@ class Choice:
         self.scaling: ScalingConfig = config.scaling
         self.inner: OptimizerConfig = method.inner
         self.is_deterministic = config.training.deterministic
-        self.is_at_center = not method.rule.steps_replica
+        self.is_at_center = not method.rule.takes_steps
         """Whether the user's optimizer steps at the center."""
-        self.sends_weights = method.rule.sends is Sends.WEIGHTS
+        self.is_ahead = method.rule.ahead
+        self.needs_sgd = method.rule.needs_plain_sgd
         self.has_rounds = method.is_sync and method.has_local_steps
         rule = method.rule
         self.is_elastic = isinstance(rule, Elastic)
@@ -43,7 +43,8 @@ class Choice:
         self.fewest = max(1, config.scaling.min_workers)
         self.steps_of_fragment = method.period // config.exchange.fragments
         self.wanted_workers = config.scaling.wanted()
-        self.is_compressed = parse_codec(config.exchange.compression).name != "none"
+        self.compression = method.compression
+        self.is_compressed = parse_codec(method.compression).name != "none"
 
     @property
     def uneven_count(self) -> int:
@@ -111,7 +112,24 @@ CONFLICTS = (
         "cannot be set " + _AT_CENTER + " in parts, without the names of parameters; set "
         "exchange.fragments 1, or choose a sync method",
     ),
+    Conflict(
+        "input.skew",
+        lambda x: x.config.input.skew is not None and x.scaling.max_workers < 2,
+        "needs at least 2 workers in scaling.num_workers, got {x.wanted_workers}: the data differ "
+        "between workers",
+    ),
+    Conflict(
+        "run.bad_workers",
+        lambda x: x.config.run.bad_workers is not None and x.scaling.max_workers < 1,
+        "needs workers in processes of their own: scaling.num_workers of 1 or more, got 0",
+    ),
     # the exchange
+    Conflict(
+        "training.bytes",
+        lambda x: x.config.training.bytes is not None and x.method.is_sync and x.fewest < 2,
+        "needs at least 2 workers in scaling.num_workers for {x.method.name}, got "
+        "{x.wanted_workers}: one worker alone sends nothing, so that the run would not end",
+    ),
     Conflict(
         "exchange.fragments",
         lambda x: x.exchange.fragments > x.method.period,
@@ -173,7 +191,7 @@ CONFLICTS = (
     Conflict(
         "exchange.allreduce",
         lambda x: x.exchange.allreduce != "library",
-        "has no meaning with exchange.compression {x.exchange.compression}: compressed messages "
+        "has no meaning with exchange.compression {x.compression}: compressed messages "
         "are gathered, not reduced",
         of_compression=True,
     ),
@@ -195,8 +213,26 @@ CONFLICTS = (
         "can be turned off for sync methods only, not for {x.method.name}",
     ),
     Conflict(
+        "exchange.compression",
+        lambda x: x.is_compressed and not x.method.rule.may_compress,
+        "must be none for {x.method.name}, got {x.compression}: a codec would change what the "
+        "messages mean",
+    ),
+    Conflict(
+        "optimizer.name",
+        lambda x: x.needs_sgd and x.inner.name != "sgd",
+        "must be sgd for {x.method.name}, got {x.inner.name}: it takes the mean gradient from "
+        "the way that a replica has gone",
+    ),
+    Conflict(
+        "optimizer.momentum",
+        lambda x: x.needs_sgd and bool(x.inner.momentum),
+        "must be 0 for {x.method.name}, got {x.inner.momentum}: it takes the mean gradient from "
+        "the way that a replica has gone",
+    ),
+    Conflict(
         "exchange.overlap",
-        lambda x: x.exchange.overlap is not None and not x.sends_weights,
+        lambda x: x.exchange.overlap is not None and not x.is_ahead,
         "has no meaning for {x.method.name}: its message depends on the gradient of the step",
     ),
     # who shares a replica, and how far it is trusted
@@ -207,7 +243,7 @@ CONFLICTS = (
     ),
     Conflict(
         "method.dynamic_weights",
-        lambda x: x.settings.dynamic_weights and not x.sends_weights,
+        lambda x: x.settings.dynamic_weights and not x.is_ahead,
         "has no meaning for {x.method.name}: its replicas are copies of the center",
     ),
     Conflict(

@@ -21,14 +21,39 @@ from torch.optim import SGD, Optimizer
 from raydl.config import MethodConfig
 from raydl.config.custom_code import load_own
 from raydl.config.learning import STRATEGIES
-from raydl.core.rules import Rule, Sends, Tally
+from raydl.core.rules import (
+    AheadRule,
+    GradientRule,
+    Letter,
+    Mail,
+    Message,
+    Now,
+    ReplicaSpan,
+    Rule,
+    State,
+    Travelled,
+)
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
+from raydl.methods.options import check_options
 
 _NUM_UPDATES = 16
 """Updates after which the center must have moved; a rule may collect some messages first."""
-_SETTINGS = {"sends": Sends, "steps_replica": bool, "strategy": str, "period": int}
+_SETTINGS: dict[str, type] = {
+    "lanes": tuple,
+    "numbers": tuple,
+    "keeps": tuple,
+    "shared": tuple,
+    "shared_numbers": tuple,
+    "ahead": bool,
+    "sums": bool,
+    "takes_steps": bool,
+    "strategy": str,
+    "period": int,
+}
 """Attributes of a rule, and the type of each."""
+_NAMES = ("lanes", "numbers", "keeps", "shared", "shared_numbers")
+_NOW = Now(2)
 _SIMILARITY = 0.75
 _CPU = torch.device("cpu")
 
@@ -63,10 +88,11 @@ def named_rule(config: MethodConfig) -> Rule | None:
     found = load_own("method.name", config.name)
     if not (isinstance(found, type) and issubclass(found, Rule)):
         raise ConfigError("method.name", f"{config.name} is no subclass of raydl.core.rules.Rule")
+    check_options(found, found.__name__, config.parsed_options)
     # A class with its own from_config constructs itself.
     if inspect.getattr_static(found, "from_config") is inspect.getattr_static(Rule, "from_config"):
         try:
-            inspect.signature(found).bind()
+            inspect.signature(found).bind(**config.parsed_options)
         except TypeError as error:
             raise ConfigError(
                 "method.name",
@@ -89,16 +115,8 @@ def check_rule(rule: Rule) -> None:
         is_known = key in _SETTINGS or key.startswith("_")
         if near and not is_known and isinstance(value, _SETTINGS[near[0]]):
             raise UnknownNameError(f"method.name {name}", key, _SETTINGS)
-    sends, strategy, period = (getattr(rule, key) for key in ("sends", "strategy", "period"))
-    if not isinstance(sends, Sends):
-        problem = f"{name}.sends must be one of raydl.core.rules.Sends, got {sends!r}"
-        raise ConfigError("method.name", problem)
-    if not rule.steps_replica and sends is not Sends.GRADIENT:
-        raise ConfigError(
-            "method.name",
-            f"{name}.steps_replica must be True, because it sends {sends.value}: the center takes "
-            f"no step of the user's optimizer, so nothing would be learned",
-        )
+    _check_names(rule, name)
+    strategy, period = rule.strategy, rule.period
     if strategy not in STRATEGIES:
         raise UnknownNameError(f"method.name {name}.strategy", str(strategy), STRATEGIES)
     if not isinstance(period, int) or period < 1:
@@ -134,16 +152,19 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     except Exception:  # it holds a value that cannot be copied: try the rule itself
         tried = rule
     before = _copied_attributes(tried)
+    _try_compose(tried, name, values)
+    _refuse_state(tried, before, name, "compose")
     _try_pull(tried, name, values)
     _refuse_state(tried, before, name, "pull")
     _try_updates(tried, name, values, least=least_updates)
-    _refuse_state(tried, before, name, "update_center_")
+    _refuse_state(tried, before, name, "merge_")
 
 
 def _class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a user's classes, base classes first."""
     for cls in reversed(kind.__mro__[: kind.__mro__.index(Rule)]):
-        yield from vars(cls).items()
+        if cls not in (AheadRule, GradientRule):
+            yield from vars(cls).items()
 
 
 def _own_values(kind: type) -> Iterator[tuple[str, Any]]:
@@ -153,21 +174,48 @@ def _own_values(kind: type) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def _check_names(rule: Rule, name: str) -> None:
+    """Raise a ConfigError for names and switches of another type."""
+    for key in _NAMES:
+        names: Any = getattr(rule, key)
+        if not (isinstance(names, tuple) and all(isinstance(n, str) for n in names)):
+            problem = f"{name}.{key} must be a tuple of names, got {names!r}"
+            raise ConfigError("method.name", problem)
+    for key in ("ahead", "takes_steps", "sums"):
+        if not isinstance(getattr(rule, key), bool):
+            problem = f"{name}.{key} must be True or False, got {getattr(rule, key)!r}"
+            raise ConfigError("method.name", problem)
+    if rule.ahead and not rule.sums:
+        raise ConfigError(
+            "method.name", f"{name}.sums must be True for weights that are sent ahead"
+        )
+    is_simple = rule.ahead or not rule.takes_steps
+    if not rule.lanes or (is_simple and len(rule.lanes) != 1):
+        wanted = "one name, since it sends its weights or gradients" if is_simple else "names"
+        raise ConfigError("method.name", f"{name}.lanes must have {wanted}, got {rule.lanes!r}")
+    if rule.ahead and not rule.takes_steps:
+        raise ConfigError(
+            "method.name",
+            f"{name} cannot have ahead = True and takes_steps = False: a gradient is known only "
+            f"after the step",
+        )
+
+
 def _check_methods(rule: Rule, name: str) -> None:
     """Raise a ConfigError if a required method is missing or has another signature."""
-    needed: dict[str, Callable[..., Any]] = {"update_center_": rule.update_center_}
-    if rule.sends is Sends.WEIGHTS and type(rule).measured_pull is Rule.measured_pull:
+    needed: dict[str, Callable[..., Any]] = {"merge_": rule.merge_}
+    if rule.ahead and type(rule).measured_pull is Rule.measured_pull:
         needed["pull"] = rule.pull
+    if rule.lanes != Rule.lanes:
+        needed["compose"] = rule.compose
     for method, bound in needed.items():
         base = getattr(Rule, method)
         if getattr(type(rule), method) is base:
             functions = [key for key, value in _class_attributes(type(rule)) if callable(value)]
             near = difflib.get_close_matches(method, functions, n=1, cutoff=_SIMILARITY)
             hint = f"; rename {near[0]}()?" if near else ""
-            raise ConfigError(
-                "method.name",
-                f"{name} sends {rule.sends.value} and has no {method}(){hint} (docs/algorithms.md)",
-            )
+            problem = f"{name} has no {method}(){hint} (docs/algorithms.md)"
+            raise ConfigError("method.name", problem)
         wanted = inspect.signature(base)
         arguments: list[Any] = [
             None for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
@@ -180,19 +228,77 @@ def _check_methods(rule: Rule, name: str) -> None:
             raise ConfigError("method.name", problem) from error
 
 
+def _trial_state(rule: Rule, like: Tensor) -> State:
+    """Return what a rule keeps beside a center, as at the start of a run."""
+    vectors = {name: torch.zeros_like(like) for name in rule.shared}
+    return State(vectors, dict.fromkeys(rule.shared_numbers, 0.0))
+
+
+def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
+    """Compose a message twice: both are equal, fit the lanes, and change nothing."""
+    messages = []
+    for _ in range(2):
+        kept = {name: torch.zeros_like(values) for name in rule.keeps}
+        replica = ReplicaSpan(values.clone(), values.roll(1), Travelled(8.0, 2, 0.2), 0.1, kept)
+        # With messages a worker does not have what is beside the center.
+        state = _trial_state(rule, values) if rule.strategy == "sync" else State()
+        center, given = values.flip(0), copy.deepcopy(state)
+        out = {lane: torch.full_like(values, torch.nan) for lane in rule.lanes}
+        message: Any = rule.compose(replica, center, state, out)
+        _check_message(rule, name, message, values)
+        if not (
+            torch.equal(replica.x, values)
+            and torch.equal(replica.gradient, values.roll(1))
+            and torch.equal(center, values.flip(0))
+            and _is_same(state, given)
+            and not any(bool(vector.any()) for vector in kept.values())
+        ):
+            raise ConfigError(
+                "method.name",
+                f"{name}.compose() must not change replica, center or state, since the exchange "
+                f"may fail; write into out",
+            )
+        messages.append(copy.deepcopy(message))
+    if not _is_same(*messages):
+        problem = f"{name}.compose() must return the same message for the same replica"
+        raise ConfigError("method.name", problem)
+
+
+def _check_message(rule: Rule, name: str, message: Any, values: Tensor) -> None:
+    """Raise a ConfigError if a message does not fit what its rule declares."""
+    if not isinstance(message, Message):
+        problem = f"{name}.compose() must return a raydl.core.rules.Message, got {message!r}"
+        raise ConfigError("method.name", problem)
+    if message.lanes.keys() != set(rule.lanes):
+        problem = f"{name}.compose() must return lanes {[*rule.lanes]}, got {[*message.lanes]}"
+        raise ConfigError("method.name", problem)
+    for lane, vector in message.lanes.items():
+        _refuse_other_shape(f"{name}.compose() must return {lane} as", vector, values)
+    if message.numbers.keys() != set(rule.numbers):
+        problem = (
+            f"{name}.compose() must return numbers {[*rule.numbers]}, got {[*message.numbers]}"
+        )
+        raise ConfigError("method.name", problem)
+    if not 0 <= message.weight < float("inf"):
+        problem = f"{name}.compose() must return a weight of at least 0, got {message.weight}"
+        raise ConfigError("method.name", problem)
+
+
+def _refuse_other_shape(what: str, given: Any, wanted: Tensor) -> None:
+    is_tensor = isinstance(given, Tensor)
+    if is_tensor and (given.shape, given.dtype) == (wanted.shape, wanted.dtype):
+        return
+    found = f"{given.dtype} of shape {list(given.shape)}" if is_tensor else repr(given)
+    problem = f"{what} {wanted.dtype} of shape {list(wanted.shape)}, got {found}"
+    raise ConfigError("method.name", problem)
+
+
 def _try_pull(rule: Rule, name: str, values: Tensor) -> None:
-    if rule.sends is not Sends.WEIGHTS or type(rule).measured_pull is not Rule.measured_pull:
+    if not rule.ahead or type(rule).measured_pull is not Rule.measured_pull:
         return
     replica, center = values.clone(), values.flip(0)
-    pull: Any = rule.pull(replica, center, Tally(2, 1, 8.0), out=torch.empty_like(center))
-    is_tensor = isinstance(pull, Tensor)
-    if not is_tensor or (pull.shape, pull.dtype) != (center.shape, center.dtype):
-        returned = f"{pull.dtype} of shape {list(pull.shape)}" if is_tensor else repr(pull)
-        raise ConfigError(
-            "method.name",
-            f"{name}.pull() must return the update that the replica subtracts, {center.dtype} of "
-            f"shape {list(center.shape)}; it returned {returned}",
-        )
+    pull: Any = rule.pull(replica, center, _NOW, out=torch.empty_like(center))
+    _refuse_other_shape(f"{name}.pull() must return what the replica subtracts,", pull, center)
     if not (torch.equal(replica, values) and torch.equal(center, values.flip(0))):
         raise ConfigError(
             "method.name", f"{name}.pull() must not change replica or center; write into out"
@@ -203,22 +309,37 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
     """Update a center with messages of two workers, ``least`` times or more until it moves."""
     center = values * 1e-12  # so small that an update of any size is visible
     before = center.clone()
-    # As at a real center, the rule gets an alias of the memory.
-    handle = center.detach()
-    optimizer: Optimizer | None = rule.make_center_optimizer([handle])
-    if not rule.steps_replica:
-        optimizer = without_compiler(SGD)([handle], lr=0.1)
-    num_messages = 2 if rule.strategy == "sync" else 1
+    handle = center.detach()  # as at a real center, the rule gets an alias of the memory
+    state = _trial_state(rule, center)
+    if not rule.takes_steps:
+        state.step_along_ = _sgd_at(center)
+    count = 2 if rule.strategy == "sync" else 1
     for number in range(_NUM_UPDATES):
-        total = values.roll(number)
-        rule.update_center_(handle, total, Tally(2, num_messages, 8.0), optimizer)
+        sums = {lane: values.roll(number + i) for i, lane in enumerate(rule.lanes)}
+        weight = float(count) if rule.takes_steps else 8.0
+        numbers = dict.fromkeys(rule.numbers, weight)
+        letters = [Letter({k: v / count for k, v in sums.items()}, weight / count)] * count
+        mail = Mail(sums, count, weight, numbers, None if rule.sums else letters)
+        rule.merge_(handle, mail, state, _NOW)
         if number + 1 >= least and not torch.equal(center, before):
             return
     raise ConfigError(
         "method.name",
-        f"{name}.update_center_() did not move the center in {_NUM_UPDATES} trial updates; update "
-        f"it in place, for example with center.add_(...): center = ... only makes a new tensor",
+        f"{name}.merge_() did not move the center in {_NUM_UPDATES} trial updates; update it in "
+        f"place, for example with center.add_(...): center = ... only makes a new tensor",
     )
+
+
+def _sgd_at(center: Tensor) -> Callable[[Tensor], None]:
+    """Return a function that steps plain SGD at a center."""
+    handle = center.detach()
+    optimizer: Optimizer = without_compiler(SGD)([handle], lr=0.1)
+
+    def step_along_(gradient: Tensor) -> None:
+        handle.grad = gradient
+        optimizer.step()
+
+    return step_along_
 
 
 def trial_values(size: int, device: torch.device = _CPU) -> Tensor:
@@ -261,8 +382,7 @@ def _refuse_state(rule: Rule, before: Mapping[str, Any], name: str, method: str)
             "method.name",
             f"{name}.{method}() changed the rule's attribute {changed[0]}: a resumed run and "
             f"workers that join later would not have it, and spans of the parameters would share "
-            f"it; keep state in the optimizer that make_center_optimizer() returns "
-            f"(docs/algorithms.md)",
+            f"it; name what it keeps in shared or shared_numbers (docs/algorithms.md)",
         )
 
 

@@ -6,12 +6,11 @@ Source: SC17 = You, Buluc, Demmel, arXiv 1708.02983.
 from __future__ import annotations
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from raydl.core.rules import LocalStep, Rule, Sends, Tally, step_along_
+from raydl.core.rules import GradientRule, LocalStep, Mail, Now, State
 
 
-class MeanGradient(Rule):
+class MeanGradient(GradientRule):
     """The optimizer at the center steps along the mean gradient; replicas copy the center.
 
     g <- sum_i n_i*g_i / sum_i n_i ; c <- optimizer(c, g) ; x_i <- c, where n_i is the number of
@@ -19,17 +18,12 @@ class MeanGradient(Rule):
     batch. (SC17, eq. 3 and 4, at the master.)
     """
 
-    sends = Sends.GRADIENT
-    steps_replica = False
     period = 1
 
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
-        """Step the optimizer along total / num_samples, or do nothing if they count nothing."""
-        if tally.num_samples == 0:  # no sample could be read, or none has a label
-            return
-        step_along_(center, total.div_(tally.num_samples), optimizer)
+    def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
+        """Step the optimizer along the mean gradient."""
+        assert state.step_along_ is not None
+        state.step_along_(mail.mean("gradient"))
 
 
 class SyncSGD(MeanGradient):

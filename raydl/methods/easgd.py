@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from raydl.config import MethodConfig
-from raydl.core.rules import LocalStep, Rule, Tally, blocks_of
+from raydl.core.rules import AheadRule, LocalStep, Mail, Now, State, blocks_of
 
 
 def moving_rate(beta: float, num_workers: int) -> float:
@@ -66,7 +65,7 @@ def elastic_center_(
     return center
 
 
-class Elastic(Rule):
+class Elastic(AheadRule):
     """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
 
     The term eta*g stands for the whole step of the inner optimizer: with momentum this is MEASGD,
@@ -84,37 +83,35 @@ class Elastic(Rule):
         """Return the rule with the user's beta."""
         return cls(config.beta)
 
-    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
+    def pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> Tensor:
         """Return alpha * (x - c)."""
-        alpha = moving_rate(self.beta, tally.num_workers)
+        alpha = moving_rate(self.beta, now.num_workers)
         return elastic_difference(replica, center, moving_rate=alpha, out=out)
 
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
-    ) -> None:
+    def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
         """Do c <- c + alpha * (sum(x) - n*c)."""
-        alpha = moving_rate(self.beta, tally.num_workers)
-        elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
+        alpha = moving_rate(self.beta, now.num_workers)
+        elastic_center_(center, mail.total("weights"), num_messages=mail.count, moving_rate=alpha)
 
-    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+    def measured_pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> float:
         """Return |x - c|^2, computed from the pull itself, block by block."""
         if type(self).pull is not Elastic.pull:  # a subclass may override it
-            return super().measured_pull(replica, center, tally, out=out)
-        alpha, squares = moving_rate(self.beta, tally.num_workers), 0.0
+            return super().measured_pull(replica, center, now, out=out)
+        alpha, squares = moving_rate(self.beta, now.num_workers), 0.0
         for block in blocks_of(replica):
             x, c = replica[block], center[block]
             pull = elastic_difference(x, c, moving_rate=alpha, out=out[block])
             squares += float(torch.dot(pull, pull))
         return squares / alpha**2
 
-    def exchange_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+    def exchange_(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> float:
         """Do c <- c + alpha * (x - c), with the same difference for both sides."""
         kind = type(self)
-        if kind.pull is not Elastic.pull or kind.update_center_ is not Elastic.update_center_:
-            return super().exchange_(replica, center, tally, out=out)
+        if kind.pull is not Elastic.pull or kind.merge_ is not Elastic.merge_:
+            return super().exchange_(replica, center, now, out=out)
         squares = 0.0
         for block in blocks_of(replica):
-            squares += self.measured_pull(replica[block], center[block], tally, out=out[block])
+            squares += self.measured_pull(replica[block], center[block], now, out=out[block])
             center[block].add_(out[block])
         return squares
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.optim import SGD, Optimizer
 
 from raydl.config import MethodConfig
-from raydl.core.rules import Rule, Sends, Tally, step_along_
-from raydl.core.torch_import import without_compiler
+from raydl.core.rules import Mail, Now, Rule, State
 
 
 class Outer(Rule):
@@ -24,39 +22,56 @@ class Outer(Rule):
     Args:
         lr: outer learning rate.
         momentum: outer momentum.
-        nesterov: whether the outer momentum is Nesterov's.
+        nesterov: whether the outer momentum is Nesterov's; None: as usual for the method.
     """
 
-    sends = Sends.PROGRESS
+    nesterov: bool = False
 
-    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool = False) -> None:
+    def __init__(
+        self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool | None = None
+    ) -> None:
         self.lr = lr
         self.momentum = momentum
-        self.nesterov = nesterov
+        if nesterov is not None:
+            self.nesterov = nesterov
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> Outer:
-        """Return the rule with the user's outer rate and momentum, if any."""
+        """Return the rule with the user's outer rate, momentum and options, if any."""
         lr = 1.0 if config.outer_lr is None else config.outer_lr
-        return cls(lr, momentum=config.outer_momentum or 0.0)
+        return cls(lr, momentum=config.outer_momentum or 0.0, **config.parsed_options)
 
-    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
-        """Return torch's SGD with the outer rate and momentum."""
-        nesterov = self.nesterov and self.momentum > 0  # torch refuses it without momentum
-        make = without_compiler(SGD)
-        return make(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The outer momentum, if any."""
+        return ("momentum_buffer",) if self.momentum else ()
 
-    def update_center_(
-        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
+        """Step along mean(D), with the share of the momentum."""
+        self.step_(center, mail.mean("progress"), state, now)
+
+    def step_(
+        self, center: Tensor, progress: Tensor, state: State, now: Now, *, scale: float = 1.0
     ) -> None:
-        """Step the outer optimizer along total / n, with the share of its momentum."""
-        assert optimizer is not None
-        direction, share = total.div_(tally.num_messages), tally.share_of_round
-        momentum = optimizer.state[center].get("momentum_buffer") if share < 1 else None
-        if momentum is None:
-            step_along_(center, direction, optimizer)
+        """Do m <- mu*m + D ; c <- c - lr*m, or - lr*(D + mu*m); ``progress`` D is overwritten.
+
+        Args:
+            center: shape [n].
+            progress: D, shape [n].
+            state: has the momentum.
+            now: of the exchange.
+            scale: factor of the rate.
+        """
+        lr = self.lr * scale
+        if not self.momentum:
+            center.sub_(progress, alpha=lr)
             return
-        at_rest = momentum * (1 - share)
-        momentum.mul_(share)
-        step_along_(center, direction, optimizer)
-        momentum.add_(at_rest)
+        momentum, share = state["momentum_buffer"], now.share_of_round
+        at_rest = momentum * (1 - share) if share < 1 else None
+        if at_rest is not None:
+            momentum.mul_(share)
+        momentum.mul_(self.momentum).add_(progress)
+        step = progress.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
+        center.sub_(step, alpha=lr)
+        if at_rest is not None:
+            momentum.add_(at_rest)

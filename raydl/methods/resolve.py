@@ -13,6 +13,7 @@ from raydl.methods.conflicts import check_conflicts
 from raydl.methods.custom_codec import try_codec
 from raydl.methods.custom_rule import check_rule, named_rule
 from raydl.methods.names import METHODS
+from raydl.methods.options import check_options
 
 
 def resolve(
@@ -53,12 +54,13 @@ def resolve(
         inner=dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
         if kind.has_momentum_at_center
         else optimizer,
+        compression=config.exchange.compression or given.compression,
         own_optimizer=own_optimizer,
         has_custom_rule=own_rule is not None,
     )
     check_optimizer(method.inner, method.own_optimizer)
     check_conflicts(config, method)
-    try_codec(config.exchange.compression)
+    try_codec(method.compression)
     return method
 
 
@@ -70,6 +72,7 @@ def _named(config: MethodConfig) -> type[Rule]:
     if config.strategy not in (None, kind.strategy):
         problem = f"of {kind.name} is {kind.strategy}; set it for custom rules only"
         raise ConfigError("method.strategy", problem)
+    check_options(kind, kind.name, config.parsed_options)
     return kind
 
 
@@ -120,4 +123,5 @@ def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
             config.method, period=AUTO if method.finds_tuning else method.period
         ),
         optimizer=method.optimizer,
+        exchange=dataclasses.replace(config.exchange, compression=method.compression),
     )

@@ -75,6 +75,13 @@ _LOG_RATIO = 20
 """Least ratio of the largest value to the smallest for a logarithmic axis."""
 
 _SAMPLES = "samples of all workers together"
+_X_LABELS = {
+    "samples": _SAMPLES,
+    "bytes": "bytes sent in exchanges",
+    "messages": "messages of all workers together",
+    "workers": "workers",
+}
+_GROUP = "line-"
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -165,6 +172,13 @@ class Line:
     is_faint: bool = False
     """Whether the line is drawn faintly and left out of the legend."""
     marks: tuple[Mark, ...] = ()
+    group: str = ""
+    """Class of its shapes in a page, one of ``line_group``, by which a style sheet can hide it."""
+
+
+def line_group(number: int) -> str:
+    """Return the class of the shapes of a numbered line."""
+    return f"{_GROUP}{number}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +187,8 @@ class Chart:
 
     lines: Sequence[Line]
     x: str = "samples"
-    """``samples``, ``seconds`` (long runs in minutes or hours) or ``workers`` (logarithmic)."""
+    """``samples``, ``bytes``, ``messages``, ``seconds`` (long runs in minutes or hours) or
+    ``workers`` (logarithmic)."""
     y: str = "linear"
     """``linear``: around all values; ``zero``: from 0; ``count``: from 0, integers; ``log``:
     logarithmic if the largest value is at least 20 times the smallest; ``accuracy``: shares,
@@ -236,6 +251,8 @@ class Picture:
         for group, item in _shapes_in(source):
             element = ElementTree.SubElement(svg, item.tag.removeprefix(_SVG), _attributes(item))
             element.text = item.text
+            if group.startswith(_GROUP):
+                element.set("class", group)
             _add_tooltip(element, self.sentences.get(group, ""))
         for dots in self.dots:
             dots.add_to(svg)
@@ -250,10 +267,12 @@ class _Dots:
     kind: Literal["dot", "dot few", "mark"]
     color: str
     marks: Sequence[Mark]
+    group: str = ""
 
     def add_to(self, svg: Any) -> None:
         """Add a group of circles to an SVG element."""
-        style = {"class": self.kind, "style": _with_variables(f"color:{self.color}")}
+        kinds = f"{self.kind} {self.group}".strip()
+        style = {"class": kinds, "style": _with_variables(f"color:{self.color}")}
         group = ElementTree.SubElement(svg, "g", style)
         height = self.axes.figure.bbox.height
         radius = {"dot": "4", "dot few": "2.5", "mark": "3.5"}[self.kind]
@@ -430,7 +449,7 @@ def _draw_line(axes: Any, line: Line, *, width: float) -> None:
         linewidth=0.6 if line.is_faint else width, alpha=0.3 if line.is_faint else 1.0,
         drawstyle="steps-post" if line.is_step else "default", solid_capstyle="butt",
         marker="o" if shows_points else "", markersize=4,
-        label="_" if line.is_faint else line.name,
+        label="_" if line.is_faint else line.name, gid=line.group or None,
     )  # fmt: skip
     if line.marks:
         axes.plot(
@@ -445,8 +464,9 @@ def _dots(axes: Any, line: Line, text: Callable[[float], str], *, is_named: bool
     marks = line.marks or [Mark(x, y, f"{text(y)} at {short(x)}") for x, y in points]
     if is_named:
         marks = [replace(mark, sentence=f"{line.name}: {mark.sentence}") for mark in marks]
-    kind: Any = "mark" if line.marks else "dot few" if len(line.xs) <= _FEW else "dot"
-    return _Dots(axes, kind, line.style.color, marks)
+    shows_all = len(line.xs) <= _FEW and not line.is_faint
+    kind: Any = "mark" if line.marks else "dot few" if shows_all else "dot"
+    return _Dots(axes, kind, line.style.color, marks, line.group)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Mapping[str, float]], *, height: float) -> None:
@@ -557,7 +577,7 @@ def _unstretch(heights: Any) -> Any:
 def _x_unit(kind: str, longest: float) -> tuple[float, str]:
     """Return (value of one unit, label) of an x-axis that ends at ``longest``."""
     if kind != "seconds":
-        return 1.0, {"samples": _SAMPLES, "workers": "workers"}[kind]
+        return 1.0, _X_LABELS[kind]
     for limit, size, name in ((600.0, 1.0, "seconds"), (36000.0, 60.0, "minutes")):
         if longest < limit:
             return size, f"{name} of training"

@@ -170,6 +170,7 @@ COMPARED: dict[str, Tag] = {
         Tag("compare/accuracy", "Accuracy of the center at the end of the run."),
         Tag("compare/seconds_to_target", "Seconds of training until the target was reached."),
         Tag("compare/samples_to_target", "Samples until the target was reached."),
+        Tag("compare/bytes_to_target", "Bytes sent in exchanges until the target was reached."),
         Tag("compare/samples_per_s", "Training samples per second over the whole run."),
         Tag("compare/communication_share", "Share of communication in the time, 0 to 1."),
     )

@@ -17,7 +17,6 @@ from raydl.core.compression import LostResidual
 from raydl.core.exchange import Exchange, Header, cells, shard_spans
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
-from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
 from raydl.data.ledger import Span, num_done_by
@@ -103,7 +102,7 @@ class AsyncStrategy:
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
         size, settings = weights.size, self._config.exchange
-        fragments, compression = settings.fragments, settings.compression
+        fragments, compression = settings.fragments, self._context.method.compression
         by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
         self._context.redistribute_residuals(sorted(part for parts in by_shard for part in parts))
         mapped = self._open_cells()
@@ -127,7 +126,7 @@ class AsyncStrategy:
                     mirror,
                     span=span,
                     shards=shards,
-                    sends=self._context.method.rule.sends,
+                    method=self._context.method,
                     is_last=is_last,
                     session=self._session,
                     feedback=lambda part: self._context.feedback_of(part, compression),
@@ -214,15 +213,16 @@ class AsyncStrategy:
             num_samples=self._assignment.num_done + by_all,
             num_steps=local_step,
             seconds=self._assignment.seconds,
+            num_bytes=self._assignment.num_bytes,
         )
 
     def begin_step(self, step: int, lr: float) -> None:
         """Record the learning rate, and the positions that a message from now on contains.
 
-        Weights are sent as they are before the step; progress and gradients, after the step.
+        A message that is composed ahead has the weights before the step; any other, those after it.
         """
         self._session.lr = lr
-        is_after = self._context.method.rule.sends is not Sends.WEIGHTS
+        is_after = not self._context.method.rule.ahead
         self._session.num_trained = self._trained[step + is_after]
 
     def settle(self, sums: Header, local_step: int) -> Decision:
@@ -238,7 +238,7 @@ class AsyncStrategy:
 
         Otherwise the center makes its own snapshots. If this worker maps the center's memory, the
         copy is complete, even after the center's process has ended. If not, the copy may lack: this
-        worker's newest message, if the rule sends weights, since its answer is the center before
+        worker's newest message, if it was composed ahead, since its answer is the center before
         it; messages of others since then; residuals of a codec; and the state of an optimizer at
         the center, which only the center has. The ledger may be older than the weights: some
         samples are then trained again, and none is skipped.
@@ -253,6 +253,8 @@ class AsyncStrategy:
                 num_samples=num_done,
                 local_step=local_step,
                 seconds=assignment.seconds,
+                num_bytes=assignment.num_bytes,
+                num_messages=assignment.num_messages,
             ),
             is_kept=is_kept,
             weights=torch.cat([e.center.weights for e in self.exchanges]).cpu().numpy(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,18 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Mirror
+from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import (
     Arrival,
     Header,
     Staging,
     mean_message,
-    message_weight,
     toward_center,
 )
+from raydl.core.method import Method
 from raydl.core.non_trainable import BufferChanges, NonTrainableState
-from raydl.core.rules import Sends, Tally
+from raydl.core.rules import Message, Now
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeError
 from raydl.parameter_server.protocol import (
@@ -36,22 +38,24 @@ from raydl.parameter_server.protocol import (
     Response,
 )
 
+_EMPTY = Message({})
+
 
 class MessageExchange:
     """One worker's exchange of one fragment with the center.
 
-    Compressed messages are differences to the mirror, a copy of the center that worker and shard
-    both hold: the worker sends the difference between its weights and the mirror, the shard answers
-    with the difference between center and mirror. What either codec leaves out is part of the next
-    difference. Progress and gradients are sent as they are, a gradient as the mean over its
-    samples, and error feedback adds their residual to the next message.
+    Compressed messages of a lane around the center are differences to the mirror, a copy of the
+    center that worker and shard both hold: the worker sends the difference between its weights and
+    the mirror, the shard answers with the difference between center and mirror. What either codec
+    leaves out is part of the next difference. All else is sent as it is, a sum of gradients as the
+    mean over its samples, and error feedback adds its residual to the next message.
 
     Args:
         client: reaches the center.
         mirror: the fragment of the center as this worker last received it; moved in place.
         span: the fragment's span.
         shards: (shard, span) of each part of the fragment.
-        sends: what the rule sends.
+        method: of the exchange; its codec, of which there is one for all parts, answers, too.
         is_last: whether a round ends with this exchange.
         session: numbers the messages and makes the completions.
         feedback: returns the codec of a part, with its residual so far.
@@ -64,7 +68,7 @@ class MessageExchange:
         *,
         span: slice,
         shards: Sequence[tuple[int, Span]],
-        sends: Sends,
+        method: Method,
         is_last: bool,
         session: ClientSession,
         feedback: Callable[[Span], ErrorFeedback],
@@ -75,21 +79,22 @@ class MessageExchange:
         self._shards = list(shards)
         if is_last and HOME not in [shard for shard, _ in shards]:
             self._shards.append((HOME, (0, 0)))
-        self._sends = sends
+        self._rule = method.rule
         self._is_last = is_last
         self._session = session
         self._feedback = {part: feedback(part) for _, part in shards}
         self._staging = {part: Staging() for _, part in shards}
         self._staging_of_buffers = Staging()
-        self._is_plain = all(f.codec.name == "none" for f in self._feedback.values())
+        self._codec = parse_codec(method.compression)
+        self._is_plain = self._codec.name == "none"
         self._seen = torch.empty_like(mirror.weights[: 0 if self._is_plain else None])
         self._pending: list[tuple[Span, PendingResponse]] = []
         self._responses: list[tuple[Span, Response]] = []
-        self._tally = Tally(1, 1, 0.0)
+        self._now = Now(1)
         self._distrust = 0.0
 
     def begin(
-        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+        self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Send each shard its part and return at once; in rank order, wait for the turn first.
 
@@ -103,14 +108,15 @@ class MessageExchange:
         if session.takes_turn:
             session.takes_turn = False
             self._client.take_turn(session.next_message_id())
-        self._tally = session.tally(header)
+        self._now = session.now()
         self._distrust = distrust
         for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
-            values = self._encoded(weights.detach(), part, header)
+            values = self._encoded(message, part)
             session.num_bytes += values.nbytes
+            session.num_messages += 1
             request = session.make_request(
-                header, part, values, buffers if is_home else None, distrust=distrust
+                header, part, values, buffers if is_home else None, message, distrust=distrust
             )
             if part in self._feedback and self._feedback[part].is_open:
                 self._feedback[part].message = session.generation, request.message_id.sequence
@@ -120,25 +126,28 @@ class MessageExchange:
         """Return a part's slice of this fragment."""
         return slice(part[0] - self.span.start, part[1] - self.span.start)
 
-    def _encoded(self, weights: Tensor, part: Span, header: Header) -> np.ndarray:
+    def _encoded(self, message: Message, part: Span) -> np.ndarray:
         """Return the values to send to one shard: floats, or a codec's bytes."""
         if part[0] == part[1]:
             return NOTHING
-        values, feedback = weights[self._at(part)], self._feedback[part]
+        lanes = {name: lane.detach()[self._at(part)] for name, lane in message.lanes.items()}
+        values, feedback = self._rule.joined(replace(message, lanes=lanes)), self._feedback[part]
+        weight, is_sum = message.weight, not self._rule.takes_steps
         if self._is_plain and not feedback.holds_back:
             feedback.clear()
+            if not (is_sum or weight == 1):
+                values = values * weight
             return self._staging[part].fetch(values)
-        if self._sends is not Sends.WEIGHTS:
-            weight = message_weight(self._sends, header.num_samples)
-            mean = mean_message(values, weight)
-            message = feedback.encode(mean, share=float(weight > 0))
+        if not self._rule.ahead:
+            mean = mean_message(values, weight) if is_sum else values.contiguous()
+            encoded = feedback.encode(mean, share=float(weight > 0))
             if self._is_plain:  # the first messages since the codec was changed to none
-                message = feedback.decoded.mul_(weight)
-            return np.array(message.cpu().numpy())
+                encoded = feedback.decoded.mul_(weight)
+            return np.array(encoded.cpu().numpy())
         mirror, seen = self.center.weights[self._at(part)], self._seen[self._at(part)]
-        message = feedback.codec.encode(torch.sub(values, mirror, out=seen))
-        feedback.codec.decode(message, out=seen).add_(mirror)
-        return np.asarray(message.cpu().numpy())
+        encoded = self._codec.encode(torch.sub(values, mirror, out=seen))
+        self._codec.decode(encoded, out=seen).add_(mirror)
+        return np.asarray(encoded.cpu().numpy())
 
     def wait(self) -> Arrival:
         """Wait for the answers of all shards.
@@ -150,20 +159,30 @@ class MessageExchange:
         self._responses = [(part, response.wait()) for part, response in pending]
         for _, response in self._responses:
             self._session.raise_if(response.refusal)
-        if self._sends is Sends.WEIGHTS:
+        if self._rule.ahead:
             self._update_mirror()
-        if self._is_plain or self._sends is not Sends.WEIGHTS:
-            return Arrival(self._tally)
+        if not self._rule.ahead:
+            return Arrival(self._now, sent=self._decoded_lanes())
+        if self._is_plain:
+            return Arrival(self._now)
         seen = toward_center(self._seen, self.center.weights, self._distrust)
-        return Arrival(self._tally, seen=seen)
+        return Arrival(self._now, seen=seen)
+
+    def _decoded_lanes(self) -> dict[str, Tensor] | None:
+        """Return the lanes of the message as the shards decoded them, if a rule keeps them."""
+        if self._is_plain or not self._rule.keeps:
+            return None
+        num_lanes = len(self._rule.lanes)
+        parts = [feedback.decoded.view(num_lanes, -1) for feedback in self._feedback.values()]
+        return self._rule.lanes_of(torch.cat(parts, dim=1).view(-1))
 
     def commit(self) -> None:
         """Accept the answers; the center itself moved when it received the messages."""
-        if self._sends is not Sends.WEIGHTS:
+        if not self._rule.ahead:
             self._update_mirror()
-            for feedback in self._feedback.values():
-                if feedback.is_open:
-                    feedback.commit()
+        for feedback in self._feedback.values():
+            if feedback.is_open:
+                feedback.commit()
         for _, response in self._responses:
             if response.assignment is not None:
                 self._session.set_assignment(response.assignment)
@@ -178,7 +197,7 @@ class MessageExchange:
                 self._staging[part].put_(mirror, values)
             elif part[0] < part[1]:
                 message = torch.tensor(values, device=mirror.device)
-                change = self._feedback[part].codec.decode(message, out=torch.empty_like(mirror))
+                change = self._codec.decode(message, out=torch.empty_like(mirror))
                 mirror.add_(change)
             if response.buffers.size and self.center.buffers.numel():
                 self._staging_of_buffers.put_(self.center.buffers, response.buffers)
@@ -211,6 +230,8 @@ class ClientSession:
         """Positions trained since this worker entered that a message sent now would contain."""
         self.num_bytes = 0
         """Bytes sent and received since the last completion."""
+        self.num_messages = 0
+        """Messages sent since the last completion."""
         self.takes_turn = False
         """Whether the next exchange waits for this worker's turn before it sends anything."""
         self.assignment: Assignment | None = None
@@ -233,11 +254,10 @@ class ClientSession:
         """Exchanges that the center has completed, by the newest assignment."""
         return self.assignment.version if self.assignment else 0
 
-    def tally(self, header: Header) -> Tally:
-        """Return the numbers of a message with a header, in the assigned round."""
+    def now(self) -> Now:
+        """Return what is known of an exchange in the assigned round."""
         assert self.assignment is not None
-        share = self.assignment.share_of_round
-        return Tally(self.num_workers, 1, header.num_samples, share)
+        return Now(self.num_workers, self.assignment.share_of_round)
 
     def next_message_id(self) -> MessageId:
         """Return the id of the next message."""
@@ -249,6 +269,7 @@ class ClientSession:
         span: Span,
         weights: np.ndarray,
         buffers: Tensor | None,
+        message: Message = _EMPTY,
         *,
         distrust: float = 0.0,
     ) -> Request:
@@ -259,11 +280,13 @@ class ClientSession:
             span: the span of the flat parameters; empty for a completion alone.
             weights: the values to send.
             buffers: float buffers, for the message that ends the round; None for any other.
+            message: has its weight and numbers.
             distrust: how little the weights count, 0..1.
         """
         completion = None
         if buffers is not None:
             num_bytes, self.num_bytes = self.num_bytes, 0
+            num_messages, self.num_messages = self.num_messages, 0
             changes, replaces = self._pop_buffer_changes()
             completion = Completion(
                 header,
@@ -273,19 +296,21 @@ class ClientSession:
                 num_bytes,
                 changes,
                 replaces,
+                num_messages,
             )
-        tally = self.tally(header)
+        now = self.now()
         return Request(
             message_id=self.next_message_id(),
             span=span,
             weights=weights,
             buffers=NOTHING if buffers is None else buffers.detach().cpu().numpy(),
-            num_workers=tally.num_workers,
-            num_samples=tally.num_samples,
+            num_workers=now.num_workers,
             lr=self.lr,
+            weight=message.weight,
+            numbers=dict(message.numbers),
             completion=completion,
             distrust=distrust,
-            share_of_round=tally.share_of_round,
+            share_of_round=now.share_of_round,
         )
 
     def _pop_buffer_changes(self) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:

@@ -21,7 +21,6 @@ from raydl.core.method import Method
 from raydl.core.non_trainable import NonTrainable
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, RecordAggregator
-from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import steps_at_speed
 from raydl.data.ledger import Claim, Ledger
@@ -178,6 +177,8 @@ class Coordinator:
         version: exchanges completed so far, plus checkpoints voted for.
         seconds: seconds trained so far.
         local_step: local steps of each worker so far, the mean.
+        num_bytes: bytes of all exchanges so far.
+        num_messages: messages of all exchanges so far.
         non_trainable: the center's non-trainable state; see ``raydl.core.center.Snapshot``.
         clock: returns monotonic seconds.
     """
@@ -191,6 +192,8 @@ class Coordinator:
         version: int = 0,
         seconds: float = 0.0,
         local_step: int = 0,
+        num_bytes: int = 0,
+        num_messages: int = 0,
         non_trainable: NonTrainable = _NONE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -201,6 +204,7 @@ class Coordinator:
         self.version = version
         """Exchanges completed over all starts, plus checkpoints voted for."""
         self._num_completed = self._ledger_sent_at = 0
+        self._num_bytes, self._num_messages = num_bytes, num_messages
         self._watch = Stopwatch(clock, seconds=seconds)
         self._aggregator = RecordAggregator(clock)
         self._changed = threading.Condition()
@@ -329,6 +333,8 @@ class Coordinator:
             staleness = self._num_completed - member.seen
             self._num_completed += 1
             self.version += 1
+            self._num_bytes += completion.num_bytes
+            self._num_messages += completion.num_messages
             epoch = self._ledger.epoch
             is_due = self._complete(worker_id, completion.num_trained)
             num_steps = completion.local_step - member.local_step
@@ -381,7 +387,7 @@ class Coordinator:
     @property
     def _keeps_own_steps(self) -> bool:
         """Whether workers continue from their own replicas, with steps that no message contains."""
-        return self._method.rule.sends is Sends.WEIGHTS
+        return self._method.rule.ahead
 
     def repeat(self, request: Request) -> Assignment:
         """Return the assignment that answered an earlier copy of a message.
@@ -434,6 +440,8 @@ class Coordinator:
             keep=keep,
             num_cuts=self.num_cuts,
             share_of_round=sum(claim.num_steps for claim in claims) / whole_round,
+            num_bytes=self._num_bytes,
+            num_messages=self._num_messages,
         )
 
     def leave_generation(self, message_id: MessageId) -> None:
@@ -475,7 +483,10 @@ class Coordinator:
         """
         member = self._members[worker_id]
         is_over = self._stop_condition.is_reached(
-            num_samples=0, num_steps=member.local_step, seconds=self.seconds
+            num_samples=0,
+            num_steps=member.local_step,
+            seconds=self.seconds,
+            num_bytes=self._num_bytes,
         )
         left = self._stop_condition.steps_left(member.local_step)
         num_steps = 0 if is_over else max_steps if left is None else min(max_steps, left)
@@ -492,8 +503,10 @@ class Coordinator:
     def _claims(self, worker_id: str, num_steps: int) -> list[Claim]:
         """Claim the samples of some local steps, from as many epochs as needed."""
         claims: list[Claim] = []
+        is_skewed = self._config.input.skew is not None
+        share = self._members.rank_of(worker_id) if is_skewed else None
         while count := self._max_samples(num_steps):
-            epoch, spans = self._ledger.claim(worker_id, count)
+            epoch, spans = self._ledger.claim(worker_id, count, share=share)
             num_samples = sum(stop - start for start, stop in spans)
             steps = -(-num_samples // self._config.training.batch_size)
             claims.append(Claim(epoch, spans, steps))
@@ -533,6 +546,8 @@ class Coordinator:
             num_samples=ledger.num_done_ever,
             local_step=self._members.local_step,
             seconds=self.seconds,
+            num_bytes=self._num_bytes,
+            num_messages=self._num_messages,
         )
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -604,6 +619,7 @@ class Coordinator:
                 num_samples=self._ledger.num_done_ever,
                 num_steps=self._members.least_local_step,
                 seconds=self.seconds,
+                num_bytes=self._num_bytes,
             )
 
     def pop_due(self) -> list[Due]:

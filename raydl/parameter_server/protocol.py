@@ -103,6 +103,8 @@ class Completion:
     replaces: tuple[str, ...] = ()
     """In the first completion of a worker as rank 0, the names of all these buffers: those that are
     not in ``non_trainable`` are as in the run's first model."""
+    num_messages: int = 1
+    """Messages that it sent since its last completion, this one included."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ class Assignment:
     """How often the learning rate was cut, for the schedule ``plateau``."""
     share_of_round: float = 1.0
     """Local steps of the claims / those of a whole round of this worker; below 1 in its last."""
+    num_bytes: int = 0
+    """Bytes of all completed exchanges; see ``raydl.core.progress.Progress``."""
+    num_messages: int = 0
+    """Messages of all completed exchanges."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +156,16 @@ class Request:
     buffers: np.ndarray
     """Float buffers, or empty."""
     num_workers: int
-    num_samples: float
     lr: float
+    weight: float = 1.0
+    """What the message counts."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """The numbers of the rule, by name."""
     completion: Completion | None = None
     distrust: float = 0.0
     """How little the weights count, 0..1: see ``raydl.core.exchange.toward_center``."""
     share_of_round: float = 1.0
-    """See ``raydl.core.rules.Tally``."""
+    """See ``raydl.core.rules.Now``."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ class Response:
     """A shard's answer."""
 
     weights: np.ndarray
-    """The center's span: before the message for rules that send weights, else after it. With a
+    """The center's span: before the message if messages are composed ahead, else after it. With a
     codec, the encoded difference to the mirror."""
     buffers: np.ndarray
     assignment: Assignment | None = None

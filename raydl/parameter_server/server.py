@@ -67,7 +67,7 @@ def make_shard(
         rule=method.rule,
         make_optimizer=make_optimizer(method.inner, method.own_optimizer),
         is_locked=method.strategy != "hogwild",
-        codec=parse_codec(exchange.compression),
+        codec=parse_codec(method.compression),
         coordinator=coordinator,
         node=node if can_be_shared(job.config, method) else None,
         lock_timeout_s=exchange.timeout_s,
@@ -95,6 +95,8 @@ class CenterServer:
             version=snapshot.progress.round,
             seconds=snapshot.progress.seconds,
             local_step=snapshot.progress.local_step,
+            num_bytes=snapshot.progress.num_bytes,
+            num_messages=snapshot.progress.num_messages,
             non_trainable=snapshot.non_trainable,
         )
         self.coordinator.num_cuts = snapshot.num_cuts

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from raydl.core.center import Center, MakeOptimizer
-from raydl.core.codecs import Codec
-from raydl.core.exchange import message_weight, toward_center
+from raydl.core.codecs import Codec, side_by_side
+from raydl.core.exchange import toward_center
 from raydl.core.membership import Membership
-from raydl.core.rules import Rule, Sends, Tally, mix_buffers_
+from raydl.core.rules import Letter, Mail, Now, Rule, mix_buffers_
 from raydl.data.ledger import Span
 from raydl.parameter_server.protocol import (
     NOTHING,
@@ -81,6 +81,10 @@ class _Cell:
     """Free memory for messages; as many tensors as there were messages at one time."""
     codec_states: dict[str, _CodecState] = field(default_factory=dict)
     """By worker; empty without a codec."""
+    num_messages: int = 0
+    """Messages that moved the center."""
+    answered: dict[str, int] = field(default_factory=dict)
+    """By worker, how many had moved it when the worker was last answered."""
     applied: dict[tuple[str, int], int] = field(default_factory=dict)
     """By worker and the generation that it entered, the number of its newest message that was
     applied; -1: none was. Also of former members, which may not have received the answer."""
@@ -143,7 +147,7 @@ class _Cell:
         try:
             scratch = self.scratch.pop()  # atomic: no two threads get the same tensor
         except IndexError:
-            scratch = torch.empty_like(self.center.weights)
+            scratch = torch.empty(values.size, dtype=self.center.weights.dtype)
         np.copyto(scratch.numpy(), values)
         yield scratch
         self.scratch.append(scratch)
@@ -239,8 +243,9 @@ class Shard:
             }
             self._calls = {w: self._calls[w] if w in before else AppliedCalls() for w in members}
         for cell in self._cells.values():
-            if self._rule.sends is not Sends.WEIGHTS:  # weights leave out nothing
+            if not self._rule.ahead:  # else messages leave out nothing
                 cell.remember(members)
+            cell.answered = {w: n for w, n in cell.answered.items() if w in before and w in members}
             if cell.mapped:
                 cell.mapped.admit(members)
         return self.state(members)
@@ -256,8 +261,8 @@ class Shard:
 
         Returns:
             By span, the number of the newest message that was applied; -1: none was. A span is
-            missing if this shard does not know: it has started since, or the rule sends weights,
-            of which messages leave out nothing.
+            missing if this shard does not know: it has started since, or messages leave out
+            nothing.
         """
         key = worker_id, generation
         return {s: c.applied[key] for s, c in self._cells.items() if key in c.applied}
@@ -288,7 +293,12 @@ class Shard:
             return Response(weights, request.buffers)
         with self._state_lock:
             if is_new and request.buffers.size:
-                mix_buffers_(self._buffers, torch.tensor(request.buffers), _tally(request))
+                mix_buffers_(
+                    self._buffers,
+                    torch.tensor(request.buffers),
+                    num_messages=1,
+                    num_workers=request.num_workers,
+                )
             buffers = _copied(self._buffers)
         # The worker may have been removed since the check above. Then its message has moved the
         # center, although others train its samples: the same as one more message. If a message held
@@ -334,17 +344,26 @@ class Shard:
         with cell.held(request.message_id):
             if self._codec:
                 return self._move_compressed(cell, self._codec, request)
-            is_before = self._rule.sends is Sends.WEIGHTS
-            before = _copied(cell.center.weights) if is_before else None
+            before = _copied(cell.center.weights) if self._rule.ahead else None
             if is_new:
                 with cell.copied(request.weights) as total:
-                    self._apply(cell.center, total, request)
+                    self._apply(cell, total, request)
             return _copied(cell.center.weights) if before is None else before
 
-    def _apply(self, center: Center, total: Tensor, request: Request) -> None:
+    def _apply(self, cell: _Cell, total: Tensor, request: Request) -> None:
+        center, worker_id = cell.center, request.message_id.worker_id
         center.set_lr(request.lr)
         total = toward_center(total, center.weights, request.distrust)
-        center.apply_(total, center.buffers, _tally(request))
+        numbers = {name: number * request.weight for name, number in request.numbers.items()}
+        mail = Mail(self._rule.lanes_of(total), count=1, weight=request.weight, numbers=numbers)
+        if not self._rule.sums:
+            lanes = {name: lane / (request.weight or 1.0) for name, lane in mail.sums.items()}
+            mail.letters = [Letter(lanes, request.weight)]
+        staleness = cell.num_messages - cell.answered.get(worker_id, cell.num_messages)
+        now = Now(request.num_workers, request.share_of_round, staleness)
+        center.apply_(mail, center.buffers, now)
+        cell.num_messages += 1
+        cell.answered[worker_id] = cell.num_messages
 
     def _move_compressed(self, cell: _Cell, codec: Codec, request: Request) -> np.ndarray | None:
         """Move a span by an encoded message, and return the encoded answer.
@@ -362,25 +381,26 @@ class Shard:
                 return None
             if state.answered < request.message_id.sequence:
                 cell.note_applied(request.message_id)
-                state.answer = self._answer(state, cell.center, codec, request)
+                state.answer = self._answer(state, cell, codec, request)
                 state.answered = request.message_id.sequence
             return state.answer
 
     def _answer(
-        self, state: _CodecState, center: Center, codec: Codec, request: Request
+        self, state: _CodecState, cell: _Cell, codec: Codec, request: Request
     ) -> np.ndarray:
         """Apply an encoded message, and return the encoded answer."""
-        total = torch.empty_like(center.weights)
-        codec.decode(torch.tensor(request.weights), out=total)
-        if self._rule.sends is not Sends.WEIGHTS:
-            total.mul_(message_weight(self._rule.sends, request.num_samples))
-            self._apply(center, total, request)
+        center, num_lanes = cell.center, len(self._rule.lanes)
+        total = center.weights.new_empty(num_lanes * center.weights.numel())
+        side_by_side(codec, num_lanes).decode(torch.tensor(request.weights), out=total)
+        if not self._rule.ahead:
+            total.mul_(request.weight)
+            self._apply(cell, total, request)
             return _catch_up(state.mirror, center.weights, codec)
         total.add_(state.mirror)
         answer = _catch_up(state.mirror, center.weights, codec)
         # As if the center were where the worker's mirror is: c + (x - mirror).
         total.sub_(state.mirror).add_(center.weights)
-        self._apply(center, total, request)
+        self._apply(cell, total, request)
         return answer
 
     def state(self, members: dict[str, int] | None = None) -> ShardState:
@@ -422,15 +442,6 @@ def _catch_up(mirror: Tensor, center: Tensor, codec: Codec) -> np.ndarray:
     message = codec.encode(change)
     mirror.add_(codec.decode(message, out=change))
     return _copied(message)
-
-
-def _tally(request: Request) -> Tally:
-    return Tally(
-        request.num_workers,
-        num_messages=1,
-        num_samples=request.num_samples,
-        share_of_round=request.share_of_round,
-    )
 
 
 def _copied(values: Tensor) -> np.ndarray:

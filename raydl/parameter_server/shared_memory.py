@@ -28,10 +28,9 @@ from torch import Tensor
 
 from raydl.config import TrainConfig
 from raydl.core.center import Mirror
-from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Arrival, Header
 from raydl.core.method import Method
-from raydl.core.rules import Rule, Sends, Tally
+from raydl.core.rules import Message, Now, Rule
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeTimeoutError
 from raydl.parameter_server.client import ClientSession
@@ -59,17 +58,16 @@ _PAUSES_S = (50e-6, 5e-3)
 def can_be_shared(config: TrainConfig, method: Method) -> bool:
     """Return whether workers on the center's node may write its memory.
 
-    They may if messages carry uncompressed weights only, and the center has no optimizer state that
-    must change together with them.
+    They may if messages carry uncompressed weights only, and nothing beside the center must change
+    together with it.
     """
     rule = method.rule
     return (
         hasattr(os, "memfd_create")  # Linux
         and method.strategy in ("async", "hogwild")
-        and rule.sends is Sends.WEIGHTS
-        and not method.has_center_optimizer
+        and rule.sends_weights_alone
         and not config.method.dynamic_weights
-        and parse_codec(config.exchange.compression).name == "none"
+        and method.compression == "none"
         and config.scaling.device == "cpu"
     )
 
@@ -258,12 +256,12 @@ class MappedExchange:
         self._session = session
         self._pull = torch.empty_like(cell.weights)
         self._distance_squared = 0.0
-        self._tally = Tally(1, 1, 0.0)
+        self._now = Now(1)
         self._pending: PendingResponse | None = None
         self._response: Response | None = None
 
     def begin(
-        self, weights: Tensor, buffers: Tensor, header: Header, distrust: float = 0.0
+        self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Move the center, then send the completion if a round ends.
 
@@ -274,14 +272,16 @@ class MappedExchange:
         assert self._pending is None, "an exchange is in progress"
         assert not distrust, "can_be_shared excludes dynamic weights"
         session = self._session
-        self._tally = session.tally(header)
+        self._now = session.now()
+        [weights] = message.lanes.values()
         with self._cell.held(session.version, session.generation):
             entered = self._cell.entered(self._slot)
             session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))
             self._distance_squared = self._rule.exchange_(
-                weights.detach(), self.center.weights, self._tally, out=self._pull
+                weights.detach(), self.center.weights, self._now, out=self._pull
             )
         session.num_bytes += 2 * self._pull.nbytes
+        session.num_messages += 1
         if self._is_last:  # only after the center has moved: completed samples count as done
             request = session.make_request(header, (0, 0), NOTHING, buffers)
             self._pending = self._client.request(HOME, request)
@@ -296,7 +296,7 @@ class MappedExchange:
         self._response = pending.wait() if pending else None
         if self._response:
             self._session.raise_if(self._response.refusal)
-        return Arrival(self._tally, pull=self._pull, distance_squared=self._distance_squared)
+        return Arrival(self._now, pull=self._pull, distance_squared=self._distance_squared)
 
     def commit(self) -> None:
         """Accept the assignment; the center itself has moved."""

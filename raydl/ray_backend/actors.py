@@ -372,6 +372,8 @@ class WorkerActor:
                 non_trainable=non_trainable,
                 test=None if test is None else Batches(test, prepare),
             )
+            if job.faults.faults:
+                self._worker.replica.alter = self._injector.altered
             self._own_state = None if saved is None else _load_saved(saved)
         except Exception as error:
             raise_if_of_machine(worker_id, error)

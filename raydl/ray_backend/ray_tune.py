@@ -10,6 +10,7 @@ from ray import tune
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.core.callbacks import Callback
+from raydl.core.progress import Progress
 from raydl.core.scores import Evaluated
 from raydl.storage import Storage, below, open_filesystem
 
@@ -47,20 +48,15 @@ class TrialReports(Callback):
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """Report a score; Tune may end the trial here."""
-        progress = evaluated.progress
-        values = {
-            **evaluated.metrics,
-            "samples": progress.num_samples,
-            "epoch": progress.epoch,
-            "seconds": progress.seconds,
-            "run": self._run,
-        }
-        tune.report(values, checkpoint=self.new_checkpoint())
+        self._report({**evaluated.metrics, **evaluated.progress.of_score()}, evaluated.progress)
 
     def repeat(self, score: Mapping[str, Any]) -> None:
         """Report the last score of a run that was complete before this start of the trial."""
+        self._report(score, self._store.read()[0].progress)
+
+    def _report(self, score: Mapping[str, Any], progress: Progress) -> None:
         values = {name: value for name, value in score.items() if name != "round"}
-        values |= {"epoch": self._store.read()[0].progress.epoch, "run": self._run}
+        values |= {"epoch": progress.epoch, "run": self._run}
         tune.report(values, checkpoint=self.new_checkpoint())
 
     def new_checkpoint(self) -> tune.Checkpoint | None:

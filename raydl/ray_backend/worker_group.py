@@ -191,7 +191,7 @@ class RayWorkerGroup:
         self._num_scored, self._scored_at = 0, 0.0
         """Test samples scored by the evaluator, and when that changed or the evaluation began."""
         method = job.method
-        self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
+        self._backup = _Backup(not method.is_sync and method.rule.has_state)
 
     # the processes
 

@@ -381,8 +381,7 @@ class RunRecorder:
         evaluated = evaluated.without_center()
         if evaluated.problem:
             self._warn("score", evaluated.problem)
-        at = {"round": evaluated.progress.round, "samples": evaluated.progress.num_samples}
-        self._evaluations.append({**at, "seconds": evaluated.progress.seconds, **evaluated.metrics})
+        self._evaluations.append({**evaluated.progress.of_score(), **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
         self._writer.scalars(
             values,
@@ -478,7 +477,10 @@ class RunRecorder:
         training, scaling, last = self._config.training, self._config.scaling, self.last
         progress = self._newest
         share_done = StopCondition.of(training, epoch_samples=self._num_train).share_done(
-            num_samples=progress.num_samples, num_steps=progress.local_step, seconds=self.seconds
+            num_samples=progress.num_samples,
+            num_steps=progress.local_step,
+            seconds=self.seconds,
+            num_bytes=progress.num_bytes,
         )
         return ProgressView(
             state=state.value,
@@ -518,6 +520,8 @@ class RunRecorder:
             "rounds": progress.round,
             "generations": run.generation if run else start.progress.generation,
             "exchange_bytes": last.exchange_bytes if last else 0,
+            "bytes": progress.num_bytes,
+            "messages": progress.num_messages,
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
             "refused": run.refused if run else {},

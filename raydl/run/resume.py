@@ -12,7 +12,7 @@ from raydl.checkpoint.totals import Totals
 from raydl.checkpoint.writer import snapshot_of
 from raydl.config import TrainConfig
 from raydl.core.callbacks import callbacks_of
-from raydl.core.center import MakeOptimizer, Snapshot, extended_state, first_snapshot
+from raydl.core.center import Snapshot, extended_state, first_snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.method import Method
 from raydl.core.optimizers import make_optimizer
@@ -161,12 +161,9 @@ def _extended(
     flat.first_parameters(num_elements)  # raises an error if it is of another model
     if not snapshot.optimizer or num_elements == flat.num_parameters or method is None:
         return snapshot
-    rule = method.rule
-    make: MakeOptimizer = (
-        rule.make_center_optimizer
-        if rule.steps_replica
-        else make_optimizer(method.inner, method.own_optimizer, flat)
-    )
+    make = None
+    if not method.rule.takes_steps:
+        make = make_optimizer(method.inner, method.own_optimizer, flat)
     state = extended_state(snapshot.optimizer, flat.weights, num_elements, make)
     return replace(snapshot, optimizer=state)
 
@@ -266,6 +263,7 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> b
         num_samples=snapshot.progress.num_samples,
         num_steps=snapshot.progress.local_step,
         seconds=snapshot.progress.seconds,
+        num_bytes=snapshot.progress.num_bytes,
     )
     return is_reached or ended_by in [callback.name for callback in callbacks_of(config)]
 
@@ -277,7 +275,7 @@ def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> N
         f"the run is complete: {ended_because}; change {ended_by.partition(' ')[0]} to train on"
         if ended_by
         else f"the run is complete at epoch {at.epoch:g}, step {at.local_step}; "
-        f"raise training.epochs (or steps, samples, seconds) to train on",
+        f"raise training.epochs (or steps, samples, seconds, bytes) to train on",
     )
 
 

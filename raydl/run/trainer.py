@@ -55,6 +55,7 @@ from raydl.data.map_style import Loaded, from_map_style, is_map_style
 from raydl.data.pieces import Piece
 from raydl.data.saved_dataset import HubRows, is_stored
 from raydl.data.schema import Schema, to_json
+from raydl.data.skew import Skewed, order_of
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
 from raydl.errors import STOP_COMMAND, ConfigError, DataError
@@ -349,7 +350,7 @@ class Trainer:
         flat = preflight.flat
         faults = _read_faults(config)
         with entered_within(folder.storage, folder.held(resume=config.run.resume)):
-            order = dataset.train.order(config.training.seed)
+            order = order_of(dataset.train, config)
             start = self._start_from(folder, flat, order, dataset.schema, method)
             start.sentences.extend(dataset.notes)
             start.sentences.extend(_notes_on(preflight, method))
@@ -359,6 +360,8 @@ class Trainer:
                 start.sentences.append(note_on_labels)
             if isinstance(dataset.train, IterableStyle):
                 start.sentences.append(dataset.train.note)
+            if isinstance(order, Skewed):
+                start.sentences.append(order.note)
             start.sentences.extend(
                 notes_on_period(config, period=method.period, num_samples=order.num_samples)
             )
@@ -643,10 +646,12 @@ def _name_of(kind: type) -> str:
 
 
 def _read_faults(config: TrainConfig) -> FaultPlan:
-    if config.run.fault_plan is None:
-        return FaultPlan()
-    plan = FaultPlan.read(config.run.fault_plan)
-    plan.check(max_workers=config.scaling.max_workers, num_shards=config.exchange.center_shards)
+    run, scaling = config.run, config.scaling
+    plan = FaultPlan() if run.fault_plan is None else FaultPlan.read(run.fault_plan)
+    if run.bad_share is not None:
+        plan = plan.with_bad_workers(*run.bad_share, num_workers=scaling.min_workers)
+    if plan.faults:
+        plan.check(max_workers=scaling.max_workers, num_shards=config.exchange.center_shards)
     return plan
 
 

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raydl.config import TrainConfig, dotted, from_dict, to_dict
+from raydl.config import TrainConfig
 from raydl.errors import ConfigError, DataError
 from raydl.run.progress_reporter import LOGGER
 from raydl.run.result import Result
 from raydl.run.trainer import Trainer
 from raydl.storage import Storage, below
+from raydl.tools.runs import with_settings
 
 if TYPE_CHECKING:
     from raydl.ray_backend.ray_tune import TrialReports
@@ -30,9 +31,9 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
 
     A parameter is a setting by its dotted name: ``{"optimizer.lr": tune.loguniform(0.01, 1)}``.
     Each score of the center is reported: ``accuracy``, ``loss``, and so on, with ``samples``,
-    ``epoch`` and ``seconds``, the folder of the run as ``run``, and its newest checkpoint. A trial
-    that Tune starts again on the same machine, or with ``run.storage_path`` on any, resumes its
-    run.
+    ``epoch``, ``seconds``, ``bytes`` and ``messages``, the folder of the run as ``run``, and its
+    newest checkpoint. A trial that Tune starts again on the same machine, or with
+    ``run.storage_path`` on any, resumes its run.
 
     Args:
         config: the settings of all trials; ``run.run_dir`` and ``run.resume`` are the trial's.
@@ -45,7 +46,7 @@ def trainable(config: TrainConfig) -> Callable[[Mapping[str, Any]], None]:
 
     def run_trial(parameters: Mapping[str, Any]) -> None:
         folder = trial_folder()
-        settings = _with_parameters(config, parameters)
+        settings = with_settings(config, parameters)
         _refuse_name(settings)
         root = _root_of(settings, folder)
         resumes = Storage(root).exists("config.json")
@@ -108,24 +109,3 @@ def _root_of(config: TrainConfig, folder: str) -> str:
     if config.run.storage_path is None:
         return folder
     return below(config.run.storage_path, os.path.basename(folder))
-
-
-def _with_parameters(config: TrainConfig, parameters: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings with those of a trial.
-
-    Raises:
-        ConfigError: if a parameter is no setting.
-    """
-    values = to_dict(config)
-    known = dotted(values)
-    for name, value in parameters.items():
-        if name not in known:
-            raise ConfigError(
-                "param_space", f"has {name!r}, which is no setting; give dotted names: optimizer.lr"
-            )
-        *groups, last = name.split(".")
-        inner = values
-        for group in groups:
-            inner = inner[group]
-        inner[last] = value
-    return from_dict(TrainConfig, values)

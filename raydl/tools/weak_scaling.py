@@ -6,23 +6,23 @@ constant, so the total batch grows.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from raydl.config import TrainConfig, to_dict
+from raydl.config import TrainConfig
 from raydl.config.checks import require_local
 from raydl.errors import ConfigError
-from raydl.text.redaction import redact_values
-from raydl.tools.comparison.report import machine
-from raydl.tools.comparison.runner import train
+from raydl.tools import runs as several
+from raydl.tools.runs import Fit, Run, in_folder, with_settings
 
 _STEPS = 300
+_FIGURES = (
+    "samples_per_s", "seconds", "samples", "communication_share", "center_loss", "center_accuracy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ class WeakScaling:
     workers: str = "1,2"
     """Numbers of workers, separated by commas; the first one has an efficiency of 100%."""
     out: str | None = None
-    """Folder of all runs and of the figures; unset: runs/weak-scaling-DATE."""
+    """Folder of all runs and of the figures; unset: runs/weak-scaling-DATE. Complete runs are
+    kept."""
     base: Annotated[TrainConfig, tyro.conf.Fixed, tyro.conf.Suppress] = TrainConfig()  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -53,8 +54,8 @@ class WeakScaling:
         return list(dict.fromkeys(counts))
 
 
-def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
-    """Return the settings of all runs.
+def plan(scaling: WeakScaling, out: Path) -> list[Run]:
+    """Return all runs.
 
     Raises:
         ConfigError: if a setting changes the work, or settings contradict each other for a number
@@ -62,87 +63,75 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
     """
     from raydl.methods import resolve  # imports torch
 
-    base, run = scaling.base, scaling.base.run
-    run.refuse_folder("in a measurement")
-    ends = (base.training.epochs, base.training.samples, base.training.seconds)
-    if any(end is not None for end in ends):
-        settings = "training.epochs, training.samples and training.seconds"
+    base = scaling.base
+    base.run.refuse_folder("in a measurement")
+    ends = ("epochs", "samples", "seconds", "bytes")
+    if any(getattr(base.training, end) is not None for end in ends):
+        settings = "training.epochs, training.samples, training.seconds and training.bytes"
         raise ConfigError(settings, "cannot be set, since the steps are constant; use --steps")
     if base.training.stop_at_accuracy is not None or base.training.patience is not None:
         settings = "training.stop_at_accuracy and training.patience"
         raise ConfigError(settings, "cannot be set, since the steps are constant")
-    progress = "none" if run.progress == "auto" else run.progress
-    configs = [
-        dataclasses.replace(
-            base,
-            training=dataclasses.replace(base.training, steps=base.training.steps or _STEPS),
-            scaling=dataclasses.replace(base.scaling, num_workers=count),
-            run=dataclasses.replace(run, run_dir=str(out / f"workers-{count}"), progress=progress),
-        )
-        for count in scaling.counts
-    ]
-    for config in configs:
+    runs = []
+    for count in scaling.counts:
+        values = {"scaling.num_workers": count, "training.steps": base.training.steps or _STEPS}
+        config = in_folder(with_settings(base, values), out / f"workers-{count}")
         resolve(config)
-    return configs
+        runs.append(Run(f"{max(1, count)} worker(s)", config))
+    return runs
 
 
-def row(
+def make_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the figures of each complete run; the first one has an efficiency of 1."""
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        if run.figures is not None:
+            rows.append(_row(run.config, run.figures, rows[0] if rows else {}))
+    return rows
+
+
+def _row(
     config: TrainConfig, figures: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the row of one run.
-
-    Args:
-        config: settings of the run.
-        figures: the content of its ``result.json``.
-        first: the first row; empty if this is the first row.
-    """
     num_workers = max(1, config.scaling.max_workers)
     speed = figures["samples_per_s"] / num_workers
+    parts = {part: s for part, s in figures["time_parts"].items() if part != "initialization"}
     steps = config.training.steps or _STEPS
     return {
         "workers": num_workers,
-        "samples_per_s": figures["samples_per_s"],
         "samples_per_s_and_worker": speed,
         "efficiency": speed / first.get("samples_per_s_and_worker", speed),
-        "seconds": figures["seconds"],
-        "samples": figures["samples"],
-        "communication_share": figures["communication_share"],
-        "center_loss": figures["center_loss"],
-        "center_accuracy": figures["center_accuracy"],
-        "ms_per_step": {
-            part: 1e3 * seconds / steps
-            for part, seconds in figures["time_parts"].items()
-            if part != "initialization"
-        },
+        **{name: figures[name] for name in _FIGURES},
+        "ms_per_step": {part: 1e3 * seconds / steps for part, seconds in parts.items()},
     }
 
 
 def measure(
-    scaling: WeakScaling, out: Path, *, command: str, report: Callable[[dict[str, Any]], None]
-) -> str:
-    """Execute the runs one after another, and write ``weak_scaling.json`` after each.
+    scaling: WeakScaling, *, fit: Fit | None = None, command: str = ""
+) -> tuple[int, list[dict[str, Any]]]:
+    """Execute the runs, and write ``weak_scaling.json`` after each.
 
     Args:
         scaling: the settings.
-        out: folder of the runs and of the figures.
+        fit: trains one run; None: ``raydl.tools.runs.train``.
         command: the command, for the file.
-        report: called with the row of each run.
 
     Returns:
-        The signal that stopped a run; empty: none.
+        The exit status, see ``raydl.tools.runs.exit_status``, and the rows.
     """
-    rows: list[dict[str, Any]] = []
-    for config in plan(scaling, out):
-        figures = train(config)
-        if figures["stopped_by"]:
-            return str(figures["stopped_by"])
-        rows.append(row(config, figures, rows[0] if rows else {}))
-        report(rows[-1])
-        values = {
-            "command": command,
-            "machine": machine(),
-            "settings": to_dict(scaling.base),
-            "rows": rows,
-        }
-        (out / "weak_scaling.json").write_text(json.dumps(redact_values(values), indent=2))
-    return ""
+    out = several.folder_of(scaling.out, "weak-scaling")
+    runs = several.prepare(plan(scaling, out), out, checks_data=fit is None)
+
+    def report() -> None:
+        values = {"rows": make_rows(runs)}
+        several.write_json(out / "weak_scaling.json", command, scaling.base, values)
+
+    stopped_by = several.execute(runs, fit, figures=_speed, report=report)
+    report()
+    status = several.exit_status(runs, stopped_by, out)
+    print(f"  figures:      {out}/weak_scaling.json")
+    return status, make_rows(runs)
+
+
+def _speed(run: Run) -> str:
+    return f"{(run.figures or {})['samples_per_s']:,.0f} samples/s"

@@ -27,7 +27,6 @@ from raydl.core.non_trainable import NonTrainable
 from raydl.core.optimizers import lr_at, make_optimizer
 from raydl.core.replica import Replica, Stepped
 from raydl.core.reports import Outcome, WorkerReport
-from raydl.core.rules import Sends
 from raydl.core.saved_state import pack, reported_as_damage
 from raydl.core.scores import Evaluated
 from raydl.core.strategy import WorkerContext
@@ -213,12 +212,13 @@ class Worker:
         self.replica.load_state_dict(own_state["replica"], copies=False)
         self.runner.local_step = own_state["local_step"]
         self.runner.losses.load_state_dict(own_state)
-        tuning = snapshot.tuning or self._job.config.exchange
-        self.runner.load_feedback(own_state["feedback"], tuning.compression)
+        tuned = snapshot.tuning
+        compression = tuned.compression if tuned else self._method.compression
+        self.runner.load_feedback(own_state["feedback"], compression)
         load_generators(own_state["generators"], self._device)
         is_old = own_state.get("round", snapshot.progress.round) != snapshot.progress.round
         has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
-        if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
+        if (is_old or has_open) and not self._method.rule.ahead:
             self.runner.become(snapshot)  # it follows the center, which has moved since
 
     # one round

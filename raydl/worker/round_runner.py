@@ -21,14 +21,12 @@ import torch
 from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
-from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback, LostResidual
 from raydl.core.exchange import Header, Partners, StepPlan
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.replica import Replica
 from raydl.core.reports import AllreduceReport, EqualReplicas, Losses, Record
-from raydl.core.rules import Sends
 from raydl.core.strategy import Decision, Round, Strategy, WorkerContext, plan_round
 from raydl.data.ledger import Span
 from raydl.data.loader import Step
@@ -124,7 +122,7 @@ class RoundRunner:
         if self._method.is_sync:
             sync = strategy = SyncStrategy(context, transport, snapshot, self.trained)
         else:
-            if self._method.rule.sends is not Sends.WEIGHTS:
+            if not self._method.rule.ahead:
                 # The center has moved since this worker's last exchange; its progress starts at
                 # the current center.
                 self.become(snapshot)
@@ -208,10 +206,10 @@ class RoundRunner:
             state: start, stop and state of each span.
             compression: codec of the messages from now on.
         """
-        codec = parse_codec(compression)
+        codec, decay = self._method.codec(compression), self._method.rule.feedback_decay
         self.feedback.clear()
         for start, stop, saved in state:
-            feedback = self.feedback[start, stop] = ErrorFeedback(codec)
+            feedback = self.feedback[start, stop] = ErrorFeedback(codec, decay=decay)
             feedback.load_state_dict(saved if "of" in saved else self._of_mean(saved))
         self.residual = self._norm_of_residuals()
         if unknown := math.hypot(*(saved.get("unanswered", 0.0) for *_, saved in state)):
@@ -220,7 +218,7 @@ class RoundRunner:
 
     def _of_mean(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state of an earlier version, whose gradients were sums over full batches."""
-        if self._method.rule.sends is not Sends.GRADIENT:
+        if self._method.has_local_steps:
             return {**state}
         samples = self._job.config.training.batch_size * self._method.period
         return {"residual": state["residual"] / samples}
@@ -236,7 +234,7 @@ class RoundRunner:
         Raises:
             ExchangeError: if a partner was lost or timed out; nothing has changed.
         """
-        if self._method.rule.sends is Sends.WEIGHTS:
+        if not self._method.leaves_out:
             return lambda: None
         own = io.BytesIO()
         if is_first:
@@ -287,6 +285,7 @@ class RoundRunner:
             self._sync.step_s = self.step_s
             if len(strategy.exchanges) > 1:  # they commit one by one
                 self.replica.keep()
+        self.replica.exchanges = strategy.exchanges
         self._opened_at = time.perf_counter(), self._waited()
         round = strategy.next_round(self.local_step)
         self._steps_since = time.perf_counter(), self._waited()
@@ -386,7 +385,8 @@ class RoundRunner:
 
     def _unsent_progress(self) -> torch.Tensor | None:
         """Return the progress since the messages of a round of which all were sent, if any."""
-        if self._method.rule.sends is not Sends.PROGRESS or self.num_left or not self._plan:
+        is_carried = self._method.has_local_steps and not self._method.rule.ahead
+        if not is_carried or self.num_left or not self._plan:
             return None
         exchanges, (begin, join) = self.entered().exchanges, self._plan[-1]
         if len(begin) == len(join) == len(exchanges):  # the messages have all progress

@@ -38,7 +38,7 @@ from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
 from raydl.core.replica import Replica
 from raydl.core.reports import Outcome
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import Rule
 from raydl.core.sharing import memory_of, trained_parameters
 from raydl.core.strategy import Strategy
 from raydl.data import DataShape
@@ -151,6 +151,11 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
             f"cannot be {method.name}: its workers send gradients and only the center takes steps, "
             f"but your optimizer steps here; choose local-sgd with method.period 1",
         )
+    if method.rule.tilts:
+        problem = (
+            f"cannot be {method.name} with raydl.attach: it changes gradients before each step"
+        )
+        raise ConfigError("method.name", problem)
     if method.finds_tuning:
         raise ConfigError("method.period", "must be a number with raydl.attach, got auto")
     if config.method.steps_by_speed:
@@ -288,7 +293,7 @@ class Attached(Optimizer):
         # A hook that is registered here is registered with the optimizer, which calls it.
         vars(self).update({k: v for k, v in vars(optimizer).items() if k.endswith("_hooks")})
         self._method = job.method
-        self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
+        self._is_ahead = job.method.rule.ahead and job.method.overlap
         flat = FlatModel(model, name=job.task.name)
         self._parts = TimeParts.on(flat.weights.device)
         self._replica = Replica(
@@ -613,7 +618,7 @@ class Attached(Optimizer):
             self._loaded_non_trainable = {**untrained, **others}
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
-        compression = self._job.config.exchange.compression
+        compression = self._method.compression
         self._runner.load_feedback(state.get("feedback", []), compression)  # not in earlier states
         self._runner.local_step = state["local_step"]
 
@@ -730,10 +735,7 @@ class Attached(Optimizer):
         self._runner.is_behind = False
         if self._loaded is None:
             self._runner.become(snapshot)
-        elif (
-            self._method.rule.sends is not Sends.WEIGHTS
-            and self._loaded.progress.round != snapshot.progress.round
-        ):
+        elif not self._method.rule.ahead and self._loaded.progress.round != snapshot.progress.round:
             self._runner.become(snapshot)  # it follows the center, which has moved since
 
     # a round, step by step

@@ -22,6 +22,10 @@ def test_the_defaults_of_a_method_are_shown_as_options(capsys):
     assert "--method.outer-lr 0.7 --method.outer-momentum 0.9" in shown
     assert cli.main(["methods", "eamsgd"]) == 0
     assert "--momentum 0.99 --optimizer.nesterov" in capsys.readouterr().out
+    assert cli.main(["methods", "sparse-loco"]) == 0
+    shown = capsys.readouterr().out
+    assert "--method.options decay=0.95,merge='mean' --compression chunk-topk:64" in shown
+    assert shown.count("Local steps, then the mean of the largest values") == 1
 
 
 def test_a_misspelt_method_is_told_with_the_nearest(capsys):

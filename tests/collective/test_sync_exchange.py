@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 import torch
+from mails import NO_BUFFERS, message
 from processes import steady_growth
 from stores import StoreActor
 
@@ -19,13 +20,17 @@ from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Header
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Sends
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.methods.data_parallel import MeanGradient
 from raydl.methods.easgd import Elastic
 from raydl.worker.in_process import LocalGroup
 
 BETA = 0.5
+
+
+def weights_of(values):
+    """Return a message with weights."""
+    return message(Elastic(BETA), values)
 
 
 def make_exchange(group, size):
@@ -47,11 +52,12 @@ def take_rounds(group, rank, *, size, num_rounds):
     exchange = make_exchange(group, size)
     for round in range(num_rounds):
         weights = torch.full((size,), float(rank + round))
-        exchange.begin(weights, torch.tensor([rank, 1.0]), Header(num_samples=3.0, stop=rank))
+        header = Header(stop=rank)
+        exchange.begin(weights_of(weights), torch.tensor([rank, 1.0]), header)
         arrival = exchange.wait()
-        tally, sums = arrival.tally, arrival.sums
+        now, sums = arrival.now, arrival.sums
         exchange.commit()
-    return exchange.center.weights, exchange.center.buffers, tally, sums, exchange.round
+    return exchange.center.weights, exchange.center.buffers, now, sums, exchange.round
 
 
 def check_rounds(results, *, size, num_rounds):
@@ -61,11 +67,11 @@ def check_rounds(results, *, size, num_rounds):
     for round in range(num_rounds):
         total = torch.full((size,), float(sum(range(p)) + p * round))
         center += alpha * (total - p * center)
-    for weights, buffers, tally, sums, round in results:
+    for weights, buffers, now, sums, round in results:
         torch.testing.assert_close(weights, center)
         assert torch.equal(weights, results[0][0])  # the same bits on every rank
         torch.testing.assert_close(buffers, torch.tensor([(p - 1) / 2, 1.0]))
-        assert (tally.num_workers, tally.num_messages, tally.num_samples) == (p, p, 3.0 * p)
+        assert (now.num_workers, sums.weight) == (p, p)
         assert sums.stop == sum(range(p))
         assert round == num_rounds
 
@@ -100,7 +106,7 @@ def test_bytes_are_gathered_whole_also_if_float32_cannot_count_them():
 
 def test_a_rank_that_times_out_is_named_and_nothing_changes():
     exchange = make_exchange(LocalGroup(2, timeout_s=0.05, generation=4).member(0), 3)
-    exchange.begin(torch.zeros(3), torch.zeros(2), Header())
+    exchange.begin(weights_of(torch.zeros(3)), torch.zeros(2), Header())
     with pytest.raises(ExchangeTimeoutError, match=r"generation 4.*waiting for rank 1;"):
         exchange.wait()
     assert exchange.center.weights.tolist() == [1, 1, 1]
@@ -117,14 +123,13 @@ def test_thousands_of_rounds_leave_memory_flat(codec):
             exchange.center,
             span=exchange.span,
             round=0,
-            sends=Sends.WEIGHTS,
             feedback=ErrorFeedback(parse_codec(codec)),
         )
     weights, buffers = torch.ones(8_000), torch.zeros(2)
 
     def rounds(count):
         for _ in range(count):
-            exchange.begin(weights, buffers, Header())
+            exchange.begin(weights_of(weights), buffers, Header())
             exchange.wait()
             exchange.commit()
 
@@ -153,7 +158,7 @@ class Peer:
         exchange = make_exchange(self.group, size)
         time.sleep(max(0.0, at - time.time()))
         start = time.monotonic()
-        exchange.begin(torch.zeros(size), torch.zeros(2), Header())
+        exchange.begin(weights_of(torch.zeros(size)), torch.zeros(2), Header())
         try:
             exchange.wait()
         except ExchangeError as error:
@@ -268,11 +273,12 @@ class Gathering:
                 self.centers[rank],
                 span=slice(0, self.size),
                 round=0,
-                sends=Sends.GRADIENT,
                 feedback=self.feedback[rank],
             )
             total = gradients[rank] * num_samples[rank]
-            exchange.begin(total, torch.zeros(0), Header(num_samples=float(num_samples[rank])))
+            weight = float(num_samples[rank])
+            sent = message(MeanGradient(), total, weight=weight)
+            exchange.begin(sent, NO_BUFFERS, Header())
             exchange.wait()
             exchange.commit()
 

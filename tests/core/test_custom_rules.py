@@ -9,12 +9,11 @@ import pytest
 import torch
 from ensembles import linear
 from histories import History, assert_same, config
-from torch.optim import SGD
 from user_loops import Threads, user_loop_config
 
 import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import AheadRule, GradientRule, Message, Rule
 from raydl.errors import ConfigError, ShapeError
 from raydl.methods import METHODS, resolve
 from raydl.methods.custom_rule import check_rule, try_rule
@@ -24,16 +23,16 @@ from raydl.methods.outer import Outer
 from raydl.tasks import Classification
 
 
-class ValidRule(Rule):
+class ValidRule(AheadRule):
     """A valid rule."""
 
     period = 4
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         return torch.sub(replica, center, out=out).mul_(0.5)
 
-    def update_center_(self, center, total, tally, optimizer):
-        center.lerp_(total.div_(tally.num_messages), 0.5)
+    def merge_(self, center, mail, state, now):
+        center.lerp_(mail.mean("weights"), 0.5)
 
 
 class KeepsMomentum(ValidRule):
@@ -42,8 +41,8 @@ class KeepsMomentum(ValidRule):
     def __init__(self):
         self.velocity = None
 
-    def update_center_(self, center, total, tally, optimizer):
-        gap = total.div_(tally.num_messages).sub_(center)
+    def merge_(self, center, mail, state, now):
+        gap = mail.mean("weights").sub_(center)
         self.velocity = gap if self.velocity is None else 0.9 * self.velocity + gap
         center.add_(self.velocity, alpha=0.1)
 
@@ -51,27 +50,27 @@ class KeepsMomentum(ValidRule):
 class Counts(ValidRule):
     calls = []  # noqa: RUF012
 
-    def update_center_(self, center, total, tally, optimizer):
+    def merge_(self, center, mail, state, now):
         self.calls.append(1)
-        super().update_center_(center, total, tally, optimizer)
+        super().merge_(center, mail, state, now)
 
 
 class CountsInPlace(ValidRule):
     def __init__(self):
         self.seen = torch.zeros(3)
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         self.seen += 1
-        return super().pull(replica, center, tally, out=out)
+        return super().pull(replica, center, now, out=out)
 
 
 class Nested(ValidRule):
     def __init__(self):
         self.memory = {"rounds": [0]}
 
-    def update_center_(self, center, total, tally, optimizer):
+    def merge_(self, center, mail, state, now):
         self.memory["rounds"][0] += 1
-        super().update_center_(center, total, tally, optimizer)
+        super().merge_(center, mail, state, now)
 
 
 class Misspelt(ValidRule):
@@ -82,43 +81,41 @@ class MisspeltName(ValidRule):
     stategy = "async"
 
 
-class NoPull(Rule):
-    def update_center_(self, center, total, tally, optimizer):
-        center.copy_(total.div_(tally.num_messages))
+class NoPull(AheadRule):
+    def merge_(self, center, mail, state, now):
+        center.copy_(mail.mean("weights"))
 
 
 class British(Rule):
-    sends = Sends.PROGRESS
-
-    def update_centre_(self, center, total, tally, optimizer):
-        center.sub_(total)
+    def merged_(self, center, mail, state, now):
+        center.sub_(mail.mean("progress"))
 
 
 class PullsWithoutOut(ValidRule):
-    def pull(self, replica, center, tally):
+    def pull(self, replica, center, now):
         return (replica - center) * 0.5
 
 
 class ForgetsToReturn(ValidRule):
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         torch.sub(replica, center, out=out).mul_(0.5)
 
 
 class PullsItself(ValidRule):
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         return replica.sub_(center).mul_(0.5)
 
 
 class Rebinds(ValidRule):
     """Makes a new center tensor that no process uses."""
 
-    def update_center_(self, center, total, tally, optimizer):
-        center = center + 0.5 * (total / tally.num_messages - center)
+    def merge_(self, center, mail, state, now):
+        center = center + 0.5 * (mail.mean("weights") - center)
 
 
 class RebindsData(ValidRule):
-    def update_center_(self, center, total, tally, optimizer):
-        center.data = center + 0.5 * (total / tally.num_messages - center)
+    def merge_(self, center, mail, state, now):
+        center.data = center + 0.5 * (mail.mean("weights") - center)
 
 
 class WantsARate(ValidRule):
@@ -130,16 +127,73 @@ class NoPeriod(ValidRule):
     period = 0
 
 
-class SendsText(ValidRule):
-    sends = "weights"
+class OneName(ValidRule):
+    shared = "momentum"
 
 
-class NeverSteps(ValidRule):
-    steps_replica = False
+class Sure(ValidRule):
+    ahead = 1
 
 
-class NeverProgresses(ValidRule):
-    sends, steps_replica = Sends.PROGRESS, False
+class AheadOfItsGradient(ValidRule):
+    takes_steps = False
+
+
+class TwoWeights(ValidRule):
+    lanes = ("weights", "more")
+
+
+class Progress(Rule):
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.total(self.lanes[0]))
+
+
+class OtherLane(Progress):
+    lanes = ("difference",)
+
+
+class ReturnsNothing(OtherLane):
+    def compose(self, replica, center, state, out):
+        torch.sub(center, replica.x, out=out["difference"])
+
+
+class WrongLane(OtherLane):
+    def compose(self, replica, center, state, out):
+        return Message({"progress": replica.x})
+
+
+class Half(OtherLane):
+    def compose(self, replica, center, state, out):
+        return Message({"difference": replica.x[::2]})
+
+
+class Undeclared(Progress):
+    def compose(self, replica, center, state, out):
+        return Message({"progress": replica.x}, numbers={"rate": replica.lr})
+
+
+class Negative(Progress):
+    def compose(self, replica, center, state, out):
+        return Message({"progress": replica.x}, weight=-1.0)
+
+
+class MovesWhileComposing(Progress):
+    def compose(self, replica, center, state, out):
+        return Message({"progress": replica.x.sub_(center)})
+
+
+class KeepsWhileComposing(Progress):
+    keeps = ("old",)
+
+    def compose(self, replica, center, state, out):
+        replica["old"].copy_(replica.x)
+        return Message({"progress": replica.x})
+
+
+class Changing(Progress):
+    def compose(self, replica, center, state, out):
+        self.scale = getattr(self, "scale", 1.0) / 2
+        return Message({"progress": replica.x * self.scale})
 
 
 def check_like_a_run(rule, num_parameters=12):
@@ -151,29 +205,40 @@ def check_like_a_run(rule, num_parameters=12):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (KeepsMomentum, "KeepsMomentum.update_center_() changed the rule's attribute velocity: a "),
-        (Counts, "Counts.update_center_() changed the rule's attribute calls: a resumed run and"),
+        (KeepsMomentum, "KeepsMomentum.merge_() changed the rule's attribute velocity: a "),
+        (Counts, "Counts.merge_() changed the rule's attribute calls: a resumed run and"),
         (CountsInPlace, "CountsInPlace.pull() changed the rule's attribute seen: a resumed run"),
-        (Nested, "Nested.update_center_() changed the rule's attribute memory: a resumed run and"),
+        (Nested, "Nested.merge_() changed the rule's attribute memory: a resumed run and"),
         (Misspelt, "Misspelt.strategy has no 'asynchronous'; did you mean async"),
         (MisspeltName, "MisspeltName has no 'stategy'; did you mean strategy"),
-        (NoPull, "NoPull sends weights and has no pull() (docs/algorithms.md)"),
-        (British, "British sends progress and has no update_center_(); rename update_centre_()?"),
+        (NoPull, "NoPull has no pull() (docs/algorithms.md)"),
+        (British, "British has no merge_(); rename merged_()? (docs/algorithms.md)"),
         (PullsWithoutOut, "PullsWithoutOut.pull() must take (self, replica:"),
         (
             ForgetsToReturn,
-            "ForgetsToReturn.pull() must return the update that the replica subtracts",
+            "ForgetsToReturn.pull() must return what the replica subtracts, torch.float32 of shape "
+            "[6], got None",
         ),
         (PullsItself, "PullsItself.pull() must not change replica or center; write into out"),
-        (Rebinds, "Rebinds.update_center_() did not move the center in 16 trial updates; update"),
+        (Rebinds, "Rebinds.merge_() did not move the center in 16 trial updates; update"),
         (
             RebindsData,
-            "RebindsData.update_center_() did not move the center in 16 trial updates",
+            "RebindsData.merge_() did not move the center in 16 trial updates",
         ),
         (NoPeriod, "NoPeriod.period must be a whole number of at least 1, got 0"),
-        (SendsText, "SendsText.sends must be one of raydl.core.rules.Sends, got 'weights'"),
-        (NeverSteps, "NeverSteps.steps_replica must be True, because it sends weights: the center"),
-        (NeverProgresses, "NeverProgresses.steps_replica must be True, because it sends progress"),
+        (OneName, "OneName.shared must be a tuple of names, got 'momentum'"),
+        (Sure, "Sure.ahead must be True or False, got 1"),
+        (AheadOfItsGradient, "AheadOfItsGradient cannot have ahead = True and takes_steps = False"),
+        (TwoWeights, "TwoWeights.lanes must have one name, since it sends its weights or gradi"),
+        (OtherLane, "OtherLane has no compose() (docs/algorithms.md)"),
+        (ReturnsNothing, "ReturnsNothing.compose() must return a raydl.core.rules.Message, got No"),
+        (WrongLane, "WrongLane.compose() must return lanes ['difference'], got ['progress']"),
+        (Half, "Half.compose() must return difference as torch.float32 of shape [6], got torch.f"),
+        (Undeclared, "Undeclared.compose() must return numbers [], got ['rate']"),
+        (Negative, "Negative.compose() must return a weight of at least 0, got -1.0"),
+        (MovesWhileComposing, "MovesWhileComposing.compose() must not change replica, center or s"),
+        (KeepsWhileComposing, "KeepsWhileComposing.compose() must not change replica, center or s"),
+        (Changing, "Changing.compose() must return the same message for the same replica"),
     ],
 )
 def test_an_error_in_a_rule_is_reported_by_name(kind, sentence):
@@ -189,8 +254,7 @@ def test_the_message_says_where_state_belongs():
         try_rule(KeepsMomentum(), 12)
     assert str(error.value).endswith(
         "a resumed run and workers that join later would not have it, and spans of the parameters "
-        "would share it; keep state in the optimizer that make_center_optimizer() returns "
-        "(docs/algorithms.md)"
+        "would share it; name what it keeps in shared or shared_numbers (docs/algorithms.md)"
     )
 
 
@@ -235,30 +299,26 @@ def test_a_method_argument_of_another_type_is_refused(method, sentence):
         raydl.Trainer("mlp", "digits", method=method)
 
 
-class WithMomentum(ValidRule):
-    """The rule KeepsMomentum with the momentum in the optimizer at the center."""
+class WithMomentum(Progress):
+    """The rule KeepsMomentum with the momentum beside the center."""
 
-    sends = Sends.PROGRESS
+    shared = ("momentum",)
 
-    def make_center_optimizer(self, tensors):
-        return SGD(tensors, lr=0.5, momentum=0.9)
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.grad = total.div_(tally.num_messages)
-        optimizer.step()
-        center.grad = None
+    def merge_(self, center, mail, state, now):
+        state["momentum"].mul_(0.9).add_(mail.mean("progress"))
+        center.sub_(state["momentum"], alpha=0.5)
 
 
 class Waits(Outer):
     """Steps with every fourth message."""
 
     strategy = "async"
+    shared_numbers = ("count",)
 
-    def update_center_(self, center, total, tally, optimizer):
-        state = optimizer.state[center]
-        state["count"] = state.get("count", 0) + 1
-        if state["count"] % 4 == 0:
-            super().update_center_(center, total, tally, optimizer)
+    def merge_(self, center, mail, state, now):
+        state.numbers["count"] += 1
+        if state.numbers["count"] % 4 == 0:
+            super().merge_(center, mail, state, now)
 
 
 class Holds(ValidRule):
@@ -303,17 +363,15 @@ class HoldsMore(ValidRule):
     def share(self):
         return 0.5
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         return torch.sub(replica, center, out=out).mul_(self.share)
 
 
-class Descends(Rule):
-    """c <- c - 0.1 * g, without an optimizer at the center."""
+class Descends(GradientRule):
+    """c <- c - 0.1 * g, without the user's optimizer."""
 
-    sends = Sends.GRADIENT
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total, alpha=0.1 / tally.num_samples)
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.mean("gradient"), alpha=0.1)
 
 
 class Masked(ValidRule):
@@ -322,15 +380,15 @@ class Masked(ValidRule):
     def __init__(self, num_parameters):
         self.mask = (torch.arange(num_parameters) % 2).float()
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         return torch.sub(replica, center, out=out).mul_(self.mask)
 
 
 class SlowRule(ValidRule):
     """Moves the center by very little."""
 
-    def update_center_(self, center, total, tally, optimizer):
-        center.lerp_(total.div_(tally.num_messages), 1e-9)
+    def merge_(self, center, mail, state, now):
+        center.lerp_(mail.mean("weights"), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -365,23 +423,23 @@ class CountsInBfloat16(ValidRule):
     def __init__(self):
         self.seen = torch.zeros(3, dtype=torch.bfloat16)
 
-    def update_center_(self, center, total, tally, optimizer):
+    def merge_(self, center, mail, state, now):
         self.seen += 1
-        super().update_center_(center, total, tally, optimizer)
+        super().merge_(center, mail, state, now)
 
 
 class CountsBesideIncomparableValues(ValidRule):
     def __init__(self):
         self.held = {"what": NotCompared(), "seen": [0]}
 
-    def update_center_(self, center, total, tally, optimizer):
+    def merge_(self, center, mail, state, now):
         self.held["seen"][0] += 1
-        super().update_center_(center, total, tally, optimizer)
+        super().merge_(center, mail, state, now)
 
 
 @pytest.mark.parametrize("kind", [CountsInBfloat16, CountsBesideIncomparableValues])
 def test_state_in_a_rule_is_found_in_any_form(kind):
-    with pytest.raises(ConfigError, match=r"update_center_\(\) changed the rule's attribute"):
+    with pytest.raises(ConfigError, match=r"merge_\(\) changed the rule's attribute"):
         check_like_a_run(kind())
 
 
@@ -402,7 +460,7 @@ def test_the_trial_draws_no_random_numbers():
 
 def test_an_exception_of_a_rule_propagates_unchanged():
     class Raises(ValidRule):
-        def update_center_(self, center, total, tally, optimizer):
+        def merge_(self, center, mail, state, now):
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
@@ -412,9 +470,9 @@ def test_an_exception_of_a_rule_propagates_unchanged():
 class MaskedAndCounts(Masked):
     count = 0
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         self.count += 1
-        return super().pull(replica, center, tally, out=out)
+        return super().pull(replica, center, now, out=out)
 
 
 def test_a_rule_for_a_model_of_one_size_is_tried_on_that_size():
@@ -438,7 +496,7 @@ def test_a_rule_for_the_size_of_the_model_trains(tmp_path):
     assert result.metrics["center_accuracy"] > 0.5
 
 
-def test_a_newcomer_has_the_state_of_the_optimizer_at_the_center():
+def test_a_newcomer_has_what_the_rule_keeps_beside_the_center():
     """KeepsMomentum loses this state."""
     case = config("local-sgd", epochs=4)
     history = History(case, task=Classification(linear), rule=WithMomentum())

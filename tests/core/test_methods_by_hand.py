@@ -19,7 +19,7 @@ from raydl.config import (
 )
 from raydl.core.method import Method
 from raydl.core.reports import Outcome
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import AheadRule, Rule
 from raydl.errors import ConfigError
 from raydl.methods import resolve
 from raydl.run.trainer import Trainer
@@ -113,17 +113,16 @@ def test_sync_msgd_by_hand():
 # custom rules
 
 
-class Halfway(Rule):
+class Halfway(AheadRule):
     """The center becomes the mean; replicas move half of the way to the old center."""
 
-    sends = Sends.WEIGHTS
     period = 4
 
-    def pull(self, replica, center, tally, *, out):
+    def pull(self, replica, center, now, *, out):
         return torch.sub(replica, center, out=out).mul_(0.5)
 
-    def update_center_(self, center, total, tally, optimizer):
-        center.copy_(total.div_(tally.num_messages))
+    def merge_(self, center, mail, state, now):
+        center.copy_(mail.mean("weights"))
 
 
 def test_a_rule_is_found_by_module_and_class():
@@ -136,14 +135,17 @@ def test_a_rule_is_found_by_module_and_class():
     assert resolve(TrainConfig(method=by_messages)).strategy == "hogwild"
 
 
-def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "name"), [(1, "SignElastic"), (2, "Echo")])
+def test_the_rules_of_the_docs_are_twenty_lines_and_train(
+    root, tmp_path, monkeypatch, number, name
+):
     text = (root / "docs/algorithms.md").read_text().split("## A rule of your own")[1]
-    code = text.split("```python\n")[1].split("```")[0]
+    code = text.split("```python\n")[number].split("```")[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    (tmp_path / "my_rules.py").write_text(code)
+    (tmp_path / f"my_{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     for strategy in ("sync", "hogwild"):
-        config = scenario_config("my_rules:SignElastic", epochs=6, lr=0.05)
+        config = scenario_config(f"my_{name}:{name}", epochs=6, lr=0.05)
         method = dataclasses.replace(config.method, strategy=strategy)
         images = tiny_images(31)
         ensemble = Ensemble(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ensembles import SHAPE, Ensemble, linear, tiny_images
 from interruptions import assert_same_bits_after_an_interruption, write_and_read_checkpoint
+from mails import NO_BUFFERS, mail
 from replicas import PLAIN, batches, deep, flattened, replica_config, replica_of
 from torch.nn import functional
 
@@ -16,7 +17,7 @@ from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
 from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
-from raydl.core.rules import Tally
+from raydl.core.rules import Now
 from raydl.methods.data_parallel import MeanGradient
 from raydl.worker.in_process import LocalGroup
 
@@ -102,7 +103,8 @@ def test_a_center_that_is_undone_takes_the_same_step_again(name):
 
     def move():
         center.set_lr(0.1)
-        center.apply_(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(0), Tally(1, 1, 2.0))
+        total = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        center.apply_(mail(MeanGradient(), total, weight=2), NO_BUFFERS, Now(1))
         return weights.clone()
 
     center.keep()

@@ -55,6 +55,8 @@ def test_no_optimizer_that_raydl_makes_imports_the_compiler_of_torch():
 import sys, torch
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
 from raydl.methods import METHODS, resolve
+from raydl.core.center import Center
+from raydl.core.rules import Mail, Now
 from raydl.core.optimizers import OPTIMIZERS, make_optimizer
 from raydl.elastic.plateau import Plateau
 model = torch.nn.Linear(2, 2, bias=False)
@@ -66,11 +68,12 @@ for name in OPTIMIZERS:
     optimizer.zero_grad()
 for name in METHODS:
     method = resolve(TrainConfig(method=MethodConfig(name=name)))
-    optimizer = method.rule.make_center_optimizer([model.weight])
-    model.weight.grad = torch.ones(2, 2)
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
+    make = make_optimizer(method.inner, None, model)
+    center = Center(torch.ones(4), torch.zeros(0), rule=method.rule, make_optimizer=make)
+    sums = {lane: torch.ones(4) for lane in method.rule.lanes}
+    numbers = dict.fromkeys(method.rule.numbers, 1.0)
+    center.apply_(Mail(sums, 1, 1.0, numbers), torch.zeros(0), Now(1))
+    center.load_optimizer(center.optimizer_state())
 Plateau(OptimizerConfig(lr_schedule="plateau")).note_score({"accuracy": 0.5})
 sys.exit("torch._dynamo" in sys.modules)
 """

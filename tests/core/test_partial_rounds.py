@@ -7,24 +7,24 @@ import pytest
 import torch
 from ensembles import Ensemble, tiny_images
 from histories import History, config
+from mails import NO_BUFFERS, center_of, mail, message
 from mapped_cells import ASSIGNMENT, open_exchange, open_shard
 from scenarios import Slope, scenario_config
 
 from raydl.collective.steps_by_speed import StepsBySpeed
 from raydl.collective.sync_strategy import share_of_round
-from raydl.config import ExchangeConfig, OptimizerConfig
+from raydl.config import ExchangeConfig
 from raydl.core.exchange import Header
-from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
-from raydl.core.rules import Tally
+from raydl.core.rules import Now
 from raydl.methods.data_parallel import MeanGradient
-from raydl.methods.diloco import DelayedOuter
+from raydl.methods.diloco import AsyncDiLoCo
 from raydl.methods.easgd import Elastic
 from raydl.methods.outer import Outer
 
 NESTEROV = Outer(0.7, momentum=0.9, nesterov=True)
 PLAIN = Outer(0.7, momentum=0.9)
-DELAYED = DelayedOuter(0.7, momentum=0.9)
+DELAYED = AsyncDiLoCo(0.7, momentum=0.9)
 
 
 # the rules
@@ -34,21 +34,19 @@ class CenterOfOne:
     """A center of one parameter, moved by one rule."""
 
     def __init__(self, rule):
-        self.rule, self.values = rule, torch.zeros(1, dtype=torch.float64)
-        self.optimizer = rule.make_center_optimizer([self.values])
+        self.center = center_of(rule, torch.zeros(1, dtype=torch.float64))
 
     def move(self, progress, *, share=1.0, times=1, num_workers=1):
         """Apply messages; return how far they moved the center."""
-        before = self.values.item()
+        before = self.center.weights.item()
         for _ in range(times):
-            tally = Tally(num_workers, 1, 1.0, share)
             total = torch.tensor([progress], dtype=torch.float64)
-            self.rule.update_center_(self.values, total, tally, self.optimizer)
-        return before - self.values.item()
+            self.center.apply_(mail(self.center.rule, total), NO_BUFFERS, Now(num_workers, share))
+        return before - self.center.weights.item()
 
     @property
     def momentum(self):
-        return self.optimizer.state[self.values]["momentum_buffer"].item()
+        return self.center.state["momentum_buffer"].item()
 
 
 @pytest.mark.parametrize(("rule", "moved"), [(PLAIN, 0.7 * 2.9), (NESTEROV, 0.7 * (2 + 0.9 * 2.9))])
@@ -83,7 +81,7 @@ def test_each_part_of_a_round_moves_the_center_in_proportion(rule):
 
 def test_a_delayed_momentum_is_due_after_p_whole_messages():
     """Worked by hand, p = 2, messages of half a round: three move by D/2, the fourth by m, too."""
-    center = CenterOfOne(DelayedOuter(1.0, momentum=0.5))
+    center = CenterOfOne(AsyncDiLoCo(1.0, momentum=0.5))
     moves = [center.move(1.0, share=0.5, num_workers=2) for _ in range(4)]
     assert moves == [0.5, 0.5, 0.5, 0.5 + 0.5 * 2.0]  # 4 in 2 whole messages: m = 2
     assert center.momentum == 2.0
@@ -98,14 +96,12 @@ def test_a_share_without_any_step_moves_nothing():
 
 @pytest.mark.parametrize("rule", [Outer(), Outer(0.3), Elastic(0.5), MeanGradient()])
 def test_without_outer_momentum_the_share_changes_no_bit(rule):
-    make_sgd = make_optimizer(OptimizerConfig(lr=0.1))
     start, total = torch.randn(50), torch.randn(50)
     moved = []
     for share in (1.0, 0.3):
-        center = start.clone()
-        optimizer = rule.make_center_optimizer([center]) or make_sgd([center])
-        rule.update_center_(center, total.clone(), Tally(3, 3, 7.0, share), optimizer)
-        moved.append(center)
+        center = center_of(rule, start.clone())
+        center.apply_(mail(rule, total.clone(), count=3, weight=7), NO_BUFFERS, Now(3, share))
+        moved.append(center.weights)
     assert torch.equal(*moved)
 
 
@@ -131,17 +127,17 @@ def test_the_share_of_a_round_is_that_of_its_local_steps(trained, whole, group_s
 @pytest.fixture
 def shares(monkeypatch):
     """Return the shares of the messages that move a center, in order."""
-    seen, real = [], {rule: rule.update_center_ for rule in (Outer, DelayedOuter)}
+    seen, real = [], {rule: rule.merge_ for rule in (Outer, AsyncDiLoCo)}
 
     def watched(rule):
-        def update(self, center, total, tally, optimizer):
-            seen.append(tally.share_of_round)
-            real[rule](self, center, total, tally, optimizer)
+        def update(self, center, mail, state, now):
+            seen.append(now.share_of_round)
+            real[rule](self, center, mail, state, now)
 
         return update
 
     for rule in real:
-        monkeypatch.setattr(rule, "update_center_", watched(rule))
+        monkeypatch.setattr(rule, "merge_", watched(rule))
     return seen
 
 
@@ -238,5 +234,5 @@ def test_a_worker_that_moves_the_center_itself_knows_the_share():
     shard = open_shard(4)
     exchange = open_exchange(shard)
     exchange._session.set_assignment(dataclasses.replace(ASSIGNMENT, share_of_round=0.25))
-    exchange.begin(torch.ones(4), torch.zeros(0), Header(num_samples=3.0))
-    assert exchange.wait().tally == Tally(2, 1, 3.0, 0.25)
+    exchange.begin(message(Outer(), torch.ones(4)), NO_BUFFERS, Header())
+    assert exchange.wait().now == Now(2, 0.25)

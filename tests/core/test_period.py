@@ -12,7 +12,8 @@ from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfi
 from raydl.core.reports import Outcome
 from raydl.core.stop_condition import notes_on_period
 from raydl.core.strategy import plan_round
-from raydl.tools.comparison.figures import COLUMNS, Run, make_rows
+from raydl.tools.comparison.figures import COLUMNS, make_rows
+from raydl.tools.runs import Run
 
 
 @pytest.mark.parametrize("method", ["diloco", "sync-easgd", "sync-sgd", "local-sgd"])
@@ -152,6 +153,6 @@ def test_a_run_logs_the_warning_and_its_result_has_the_mean_period(tmp_path, cap
     # An epoch of 1,438 samples has 23 local steps: 9 epochs are two full rounds and one of 7 steps.
     assert result["rounds"] == 3
     assert result["period"] == pytest.approx(9 * 23 / 3)
-    (row,) = make_rows([Run("diloco", "sync", 0, period_config(), result)], 0.9)
+    (row,) = make_rows([Run("diloco, seed 0", period_config(), "sync", result)], 0.9)
     heading, form = COLUMNS["period"]
     assert (heading, form.format(row.figures["period"].median)) == ("local steps each", "69.0")

@@ -120,8 +120,8 @@ def test_steps_along_given_gradients_count_one_sample_each():
             for parameter in replica.flat.model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             replica.step_with_given_gradients()
-        seen.append(replica.state_dict()["num_seen"])
-    assert seen == [1, 4, 6]
+        seen.append(replica.state_dict()["travelled"][:2])
+    assert seen == [(1, 1), (4, 4), (6, 6)]
 
 
 def test_a_step_without_samples_takes_no_gradient_step():
@@ -140,7 +140,7 @@ class BrokenExchange:
     def __init__(self):
         self.center = Mirror(torch.zeros(51), torch.zeros(0))
 
-    def begin(self, weights, buffers, header, distrust=0.0):
+    def begin(self, message, buffers, header, distrust=0.0):
         pass
 
     def wait(self):
@@ -163,7 +163,7 @@ def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, o
         if step_plans:
             with pytest.raises(ExchangeError):
                 replica.step(batch, StepPlan(begin=broken, join=broken, overlap=overlap))
-        elif rule.steps_replica:  # otherwise the step only computed its gradient
+        elif rule.takes_steps:  # otherwise the step only computed its gradient
             replica.step(batch)
         states.append(replica.state_dict())
     for key in ("weights", "buffers", "gradients"):

@@ -14,7 +14,7 @@ from raydl.core.exchange import Arrival, Header, StepPlan, toward_center
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Tally
+from raydl.core.rules import Now, Travelled
 from raydl.data import Batches, Normalizer
 from raydl.errors import NonFiniteError
 from raydl.methods.data_parallel import MeanGradient
@@ -40,15 +40,16 @@ class Still:
     def __init__(self, span=slice(0, SIZE), *, seen=None):
         self.span, self.seen = span, seen
         self.center = Mirror(torch.zeros(span.stop - span.start), torch.zeros(0))
-        self.sent, self.headers = [], []
+        self.sent, self.headers, self.weights = [], [], []
 
-    def begin(self, weights, buffers, header, distrust=0.0):
-        self.sent.append(toward_center(weights, self.center.weights, distrust).clone())
+    def begin(self, message, buffers, header, distrust=0.0):
+        [values] = message.lanes.values()
+        self.sent.append(toward_center(values, self.center.weights, distrust).clone())
         self.headers.append(header)
+        self.weights.append(message.weight)
 
     def wait(self):
-        tally = Tally(num_workers=1, num_messages=1, num_samples=4.0)
-        return Arrival(tally, seen=self.seen(self.sent[-1]) if self.seen else None)
+        return Arrival(Now(1), seen=self.seen(self.sent[-1]) if self.seen else None)
 
     def commit(self):
         pass
@@ -89,16 +90,28 @@ def test_each_step_counts_once(rule):
     assert replica.num_steps == 4
 
 
-def test_votes_are_sent_with_the_last_message_only_and_samples_with_each():
+class Noting(Elastic):
+    """Notes what the replica has done since each message."""
+
+    def __init__(self):
+        super().__init__(BETA)
+        self.since = []
+
+    def compose(self, replica, center, state, out):
+        self.since.append(replica.since)
+        return super().compose(replica, center, state, out)
+
+
+def test_votes_are_sent_with_the_last_message_only_and_each_knows_what_was_done_before_it():
     first, second = Still(slice(0, 30)), Still(slice(30, SIZE))
-    replica = small_replica(Elastic(BETA))
+    replica = small_replica(rule := Noting(), lr=0.5)
     replica.step(batch_of(8), both(first, second, header=Header(stop=1.0, loss_sum=2.0)))
     replica.step(batch_of(4))
     replica.step(batch_of(4), both(first, second, header=Header(stop=1.0, loss_sum=3.0)))
     assert [h.stop for h in first.headers] == [0.0, 0.0]
     assert [(h.stop, h.loss_sum) for h in second.headers] == [(1.0, 2.0), (1.0, 3.0)]
-    for exchange in (first, second):  # weights leave before the gradient of their step
-        assert [h.num_samples for h in exchange.headers] == [0.0, 12.0]
+    # weights leave before the gradient of their step
+    assert rule.since == [Travelled()] * 2 + [Travelled(12.0, 2, 1.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -115,25 +128,16 @@ def test_non_finite_values_are_not_sent_and_are_named(rule, what):
     assert exchange.sent == []
 
 
-class WithoutOptimizer(MeanGradient):
-    """A rule whose center has no optimizer of the user's."""
-
-    steps_replica = True
-
-
-def test_a_gradient_is_the_sum_over_all_samples_wherever_the_optimizer_is():
-    exchanges = [Still(), Still()]
-    for rule, exchange in zip((MeanGradient(), WithoutOptimizer()), exchanges, strict=True):
-        replica = small_replica(rule)
-        model = copy.deepcopy(replica.flat.model)
-        for batch in (batch_of(4), batch_of(8)):
-            functional.cross_entropy(model(batch[0]), batch[1], reduction="sum").backward()
-        replica.step(batch_of(4))
-        replica.step(batch_of(8), both(exchange))
-        expected = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-        torch.testing.assert_close(exchange.sent[0], expected)
-        assert exchange.headers[0].num_samples == 12
-    assert torch.equal(exchanges[0].sent[0], exchanges[1].sent[0])
+def test_a_gradient_is_the_sum_over_all_samples_and_weighs_their_number():
+    replica, exchange = small_replica(MeanGradient()), Still()
+    model = copy.deepcopy(replica.flat.model)
+    for batch in (batch_of(4), batch_of(8)):
+        functional.cross_entropy(model(batch[0]), batch[1], reduction="sum").backward()
+    replica.step(batch_of(4))
+    replica.step(batch_of(8), both(exchange))
+    expected = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    torch.testing.assert_close(exchange.sent[0], expected)
+    assert exchange.weights == [12]
 
 
 # the effect of an exchange
@@ -153,14 +157,15 @@ def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
 
 
 def test_the_samples_of_an_exchange_that_is_undone_are_reported_again():
-    replica, exchange = small_replica(Elastic(BETA)), Still()
+    replica, exchange = small_replica(rule := Noting()), Still()
     replica.step(batch_of())
     replica.keep()
     replica.step(batch_of(), both(exchange))
     replica.undo_()
     replica.step(batch_of(), both(exchange))
-    first, again = (header.num_samples for header in exchange.headers)
-    assert 0 < first == again / 2
+    first, again = rule.since
+    assert 0 < first.samples == again.samples / 2
+    assert 0 < first.steps == again.steps / 2
 
 
 def test_the_distance_is_that_of_the_weights_before_the_codec():
@@ -180,7 +185,7 @@ def test_a_replica_that_copies_the_center_can_undo_that(rule):
     assert torch.equal(replica.flat.weights, torch.zeros(SIZE))
     replica.undo_()
     moved = torch.dist(before, replica.flat.weights).item()
-    assert (moved == 0.0) if rule.sends.name == "GRADIENT" else (0 < moved < 1)
+    assert (moved == 0.0) if not rule.takes_steps else (0 < moved < 1)
 
 
 def test_progress_that_takes_effect_later_keeps_the_steps_in_between():

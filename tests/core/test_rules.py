@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mails import NO_BUFFERS, center_of, mail
 
-from raydl.config import MethodConfig
+from raydl.config import MethodConfig, OptimizerConfig
 from raydl.core import rules as blocks
-from raydl.core.rules import Tally, lr_factor
+from raydl.core.rules import Now, State, lr_factor
 from raydl.methods.data_parallel import MeanGradient
-from raydl.methods.diloco import DelayedOuter
+from raydl.methods.diloco import AsyncDiLoCo
 from raydl.methods.easgd import (
     Elastic,
     elastic_center_,
@@ -23,12 +24,12 @@ from raydl.methods.outer import Outer
 def exchange(rule: Elastic, replicas: list[torch.Tensor], center: torch.Tensor) -> None:
     """Do one exchange of all replicas with the center, without local steps."""
     p = len(replicas)
-    tally = Tally(num_workers=p, num_messages=p, num_samples=p)
+    now = Now(p)
     total = torch.stack(replicas).sum(0)
-    pulls = [rule.pull(x, center, tally, out=torch.empty_like(x)) for x in replicas]
+    pulls = [rule.pull(x, center, now, out=torch.empty_like(x)) for x in replicas]
     for x, pull in zip(replicas, pulls, strict=True):
         x.sub_(pull)
-    rule.update_center_(center, total, tally, None)
+    rule.merge_(center, mail(rule, total, count=p), State(), now)
 
 
 def test_two_replicas_and_the_center_by_hand():
@@ -89,15 +90,15 @@ def test_the_stability_limit_separates_convergence_from_divergence(
     lr, curvature = 0.5, 0.8
     alpha = share_of_limit * limit_at_once(num_workers, lr * curvature)
     rule = Elastic(beta=alpha * num_workers)
-    tally = Tally(num_workers, num_workers, num_workers)
+    now = Now(num_workers)
     replicas = [torch.full((1,), 1.0 + 0.1 * i, dtype=torch.float64) for i in range(num_workers)]
     center = torch.tensor([-1.0], dtype=torch.float64)
     for _ in range(800):
         total = torch.stack(replicas).sum(0)
         for x in replicas:
-            pull = rule.pull(x, center, tally, out=torch.empty_like(x))
+            pull = rule.pull(x, center, now, out=torch.empty_like(x))
             x.sub_(lr * curvature * x).sub_(pull)
-        rule.update_center_(center, total, tally, None)
+        rule.merge_(center, mail(rule, total, count=num_workers), State(), now)
     size = abs(center.item())
     assert (size < 1e-3) if is_stable else (size > 1.0 or not torch.isfinite(center).all())
 
@@ -108,20 +109,18 @@ def test_every_valid_beta_is_stable_at_flat_curvature():
 
 
 def test_the_optimizer_at_the_center_steps_along_the_mean_gradient():
-    center = torch.tensor([1.0])
-    optimizer = torch.optim.SGD([center], lr=0.5)
-    tally = Tally(num_workers=2, num_messages=2, num_samples=4)
-    MeanGradient().update_center_(center, torch.tensor([8.0]), tally, optimizer)
-    assert center.item() == 0.0  # 1 - 0.5 * 8/4
+    rule = MeanGradient()
+    center = center_of(rule, torch.tensor([1.0]))
+    center.apply_(mail(rule, torch.tensor([8.0]), count=2, weight=4), NO_BUFFERS, Now(2))
+    assert center.weights.item() == 0.0  # 1 - 0.5 * 8/4
 
 
 def test_a_gradient_of_no_samples_changes_neither_center_nor_optimizer():
-    center = torch.tensor([1.0])
-    optimizer = torch.optim.SGD([center], lr=0.5, momentum=0.9, weight_decay=0.1)
-    tally = Tally(num_workers=2, num_messages=2, num_samples=0)
-    MeanGradient().update_center_(center, torch.tensor([0.0]), tally, optimizer)
-    assert center.item() == 1.0
-    assert not optimizer.state
+    rule, optimizer = MeanGradient(), OptimizerConfig(lr=0.5, momentum=0.9, weight_decay=0.1)
+    center = center_of(rule, torch.tensor([1.0]), optimizer)
+    center.apply_(mail(rule, torch.tensor([0.0]), count=2, weight=0), NO_BUFFERS, Now(2))
+    assert center.weights.item() == 1.0
+    assert not any(center.optimizer_state()["state"].values())
 
 
 @pytest.mark.parametrize(
@@ -148,13 +147,12 @@ def test_a_delayed_momentum_is_the_mean_of_all_messages_after_p_has_decreased():
 
     m <- (1 + 1 + 1 + 1) / 4 = 1 ; c <- 0 - (1/4 + 1/4 + 1/4 + 1/2) - 0.5 * 1 = -1.75
     """
-    center = torch.zeros(1)
-    rule = DelayedOuter(1.0, momentum=0.5)
-    optimizer = rule.make_center_optimizer([center])
+    rule = AsyncDiLoCo(1.0, momentum=0.5)
+    center = center_of(rule, torch.zeros(1))
     for num_workers in (4, 4, 4, 2):
-        rule.update_center_(center, torch.ones(1), Tally(num_workers, 1, 1.0), optimizer)
-    assert optimizer.state[center]["momentum_buffer"].item() == 1.0
-    assert center.item() == -1.75
+        center.apply_(mail(rule, torch.ones(1)), NO_BUFFERS, Now(num_workers))
+    assert center.state["momentum_buffer"].item() == 1.0
+    assert center.weights.item() == -1.75
 
 
 def test_a_delayed_momentum_counts_each_message_once():
@@ -164,15 +162,13 @@ def test_a_delayed_momentum_counts_each_message_once():
     m <- 0.5*1 + 1 = 1.5 ; c <- -1.5 - 1 - 0.5*1.5 = -3.25
     m <- 0.5*1.5 + 3 = 3.75 ; c <- -3.25 - 3 - 0.5*3.75 = -8.125
     """
-    center = torch.zeros(1)
-    rule = DelayedOuter(1.0, momentum=0.5)
-    optimizer = rule.make_center_optimizer([center])
+    rule = AsyncDiLoCo(1.0, momentum=0.5)
+    center = center_of(rule, torch.zeros(1))
     seen = []
     for progress in (1.0, 1.0, 3.0):
         for _ in range(2):
-            arrived = torch.tensor([progress])
-            rule.update_center_(center, arrived, Tally(2, 1, 1.0), optimizer)
-        seen.append(center.item())
+            center.apply_(mail(rule, torch.tensor([progress])), NO_BUFFERS, Now(2))
+        seen.append(center.weights.item())
     assert seen == [-1.5, -3.25, -8.125]
 
 
@@ -185,35 +181,34 @@ def test_the_stability_limit_of_exchanges_of_one_worker_at_a_time(lr_curvature, 
 class Halved(Elastic):
     """A custom rule that pulls half as strongly."""
 
-    def pull(self, replica, center, tally, *, out):
-        return super().pull(replica, center, tally, out=out).mul_(0.5)
+    def pull(self, replica, center, now, *, out):
+        return super().pull(replica, center, now, out=out).mul_(0.5)
 
 
 @pytest.mark.parametrize(("rule", "pulled"), [(Elastic(0.5), 1.0), (Halved(0.5), 0.5)])
 def test_a_subclass_of_elastic_keeps_its_own_pull_in_every_method(rule, pulled):
-    tally = Tally(num_workers=1, num_messages=1, num_samples=1.0)
+    now = Now(1)
     replica, center, out = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0]), torch.empty(2)
-    assert rule.pull(replica, center, tally, out=out) is out
+    assert rule.pull(replica, center, now, out=out) is out
     assert out.tolist() == [pulled, 0.0]
-    assert rule.measured_pull(replica, center, tally, out=out.zero_()) == 4.0
+    assert rule.measured_pull(replica, center, now, out=out.zero_()) == 4.0
     assert out.tolist() == [pulled, 0.0]
-    assert rule.exchange_(replica, center, tally, out=out.zero_()) == 4.0
+    assert rule.exchange_(replica, center, now, out=out.zero_()) == 4.0
     assert out.tolist() == [pulled, 0.0]
 
 
 def test_the_distance_to_the_center_is_that_of_all_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 2)
-    tally = Tally(num_workers=1, num_messages=1, num_samples=1.0)
+    now = Now(1)
     replica, center = torch.tensor([1.0, 2.0, 3.0, 0.0, 4.0]), torch.zeros(5)
     out = torch.empty(5)
-    assert Elastic(0.5).measured_pull(replica, center, tally, out=out) == pytest.approx(30.0)
-    assert Elastic(0.5).exchange_(replica, center, tally, out=out) == pytest.approx(30.0)
+    assert Elastic(0.5).measured_pull(replica, center, now, out=out) == pytest.approx(30.0)
+    assert Elastic(0.5).exchange_(replica, center, now, out=out) == pytest.approx(30.0)
     assert center.tolist() == [0.5, 1.0, 1.5, 0.0, 2.0]
 
 
 def test_with_default_settings_the_center_of_an_outer_rule_becomes_the_mean():
     rule = Outer.from_config(MethodConfig())
-    center = torch.tensor([4.0])
-    optimizer = rule.make_center_optimizer([center])
-    rule.update_center_(center, torch.tensor([2.0]), Tally(2, 2, 1.0), optimizer)  # 4 - 3, 4 - 3
-    assert center.item() == 3.0
+    center = center_of(rule, torch.tensor([4.0]))
+    center.apply_(mail(rule, torch.tensor([2.0]), count=2), NO_BUFFERS, Now(2))  # 4 - 3, 4 - 3
+    assert center.weights.item() == 3.0

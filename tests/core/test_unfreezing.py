@@ -225,11 +225,9 @@ def resumed(stopped, folder, names=NAMES):
     )
     snapshot = snapshot_of(checkpoint, again.flat)
     method, size = resolve(stopped.config), checkpoint.state["num_parameters"]
-    make = (
-        method.rule.make_center_optimizer
-        if method.rule.steps_replica
-        else make_optimizer(method.inner, method.own_optimizer, again.flat)
-    )
+    make = None
+    if not method.rule.takes_steps:
+        make = make_optimizer(method.inner, method.own_optimizer, again.flat)
     state = extended_state(snapshot.optimizer, again.flat.weights, size, make)
     return again.join(dataclasses.replace(snapshot, optimizer=state), checkpoint.workers)
 

@@ -421,9 +421,9 @@ def test_methods_are_compared_on_a_task_without_accuracy(tmp_path):
     assert compare(comparison, fit=fit) == 0
     (line,) = [
         line for line in (tmp_path / "comparison.md").read_text().splitlines()
-        if line.startswith("| sync-easgd | sync |")
+        if line.startswith("| sync-easgd | 10 |")
     ]  # fmt: skip
-    assert "| 0 of 1 | never | never | - | 10% |" in line
+    assert "| sync | 1 of 1 | 0 of 1 | never | never | never | - | 10% |" in line
     assert not (tmp_path / "accuracy_over_seconds.png").exists()
     assert (tmp_path / "time_parts.png").exists()
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raydl.core.reports import Outcome
-from raydl.core.rules import Sends
 from raydl.errors import ExchangeError
 from raydl.worker.in_process import LocalGroup
 
@@ -148,7 +147,7 @@ def test_the_residuals_of_a_worker_that_missed_a_sum_are_those_after_its_message
     history.end("w0", "w1", "w2")
     total, num_left = total_count(history), 0
     # A gradient leaves out a part of the mean over its samples: two steps of two in each message.
-    num_samples = 4 if rule.sends is Sends.GRADIENT else 1
+    num_samples = 1 if rule.takes_steps else 4
     for worker in history.workers.values():
         for (start, stop), feedback in worker.runner.feedback.items():
             # messages are negative counts

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raydl.core.reports import WorkerReport
@@ -102,6 +102,7 @@ def test_the_longest_of_many_pauses_is_kept():
     assert longest == pytest.approx(10, abs=Reports.EVERY_S)
 
 
+@example(lengths=[(0.0, 0.0625), (1.0, 1.0), (0.0625, 0.0625)])
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=12))
 def test_a_pause_is_never_longer_than_the_time_between_two_computations(lengths):
     """Of one worker; its computations do not overlap."""

@@ -359,8 +359,8 @@ class DivergingRule(Outer):
     num_left = 0
     round = 0
 
-    def update_center_(self, center, total, tally, optimizer):
-        super().update_center_(center, total, tally, optimizer)
+    def merge_(self, center, mail, state, now):
+        super().merge_(center, mail, state, now)
         if center.numel() < 100:  # the trial before the run
             return
         DivergingRule.round += 1

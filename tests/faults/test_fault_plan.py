@@ -6,9 +6,11 @@ import re
 import pytest
 from plans import kill_fault as kill
 
+from raydl.config import RunConfig, ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
 from raydl.faults import Fault, FaultPlan
 from raydl.faults.plan import KINDS
+from raydl.methods import resolve
 
 
 @pytest.fixture
@@ -76,6 +78,7 @@ def wrong(fields, sentence):
 
 
 MOMENTS = "at must be step N, round N (whole numbers from 0) or second S (above 0)"
+KINDS_TEXT = "kill, stop, slow, drain, partition, send_nan, send_zeros or send_reversed"
 TARGETS = "target must be w1, rank 0, any, center or shard 1"
 
 
@@ -99,9 +102,9 @@ TARGETS = "target must be w1, rank 0, any, center or shard 1"
         wrong("{fault: kill, target: w1, at: step 4, until: 5, on: 6}",
               "has no key until, True; known: fault, target, at, for_s, by_s"),
         wrong("{fault: kil, target: w1, at: step 4}",
-              "fault must be kill, stop, slow, drain or partition, got 'kil'"),
+              f"fault must be {KINDS_TEXT}, got 'kil'"),
         wrong("{target: w1, at: step 4}",
-              "fault must be kill, stop, slow, drain or partition, got nothing"),
+              f"fault must be {KINDS_TEXT}, got nothing"),
         wrong("{fault: kill, target: 1, at: step 4}", f"{TARGETS}, got 1"),
         wrong("{fault: kill, target: worker 1, at: step 4}", f"{TARGETS}, got 'worker 1'"),
         wrong("{fault: kill, at: step 4}", f"{TARGETS}, got nothing"),
@@ -124,7 +127,8 @@ TARGETS = "target must be w1, rank 0, any, center or shard 1"
         wrong("{fault: partition, target: w1, at: step 4, for_s: 8s}",
               "for_s must be in (0, 86400] seconds, got '8s'"),
         wrong("{fault: kill, target: w1, at: step 4, for_s: 8}",
-              "for_s is only for stop, slow, drain or partition; kill has none, got 8"),
+              "for_s is only for stop, slow, drain, partition, send_nan, send_zeros or "
+              "send_reversed; kill has none, got 8"),
         wrong("{fault: stop, target: w1, at: step 4, by_s: 8}",
               "by_s is only for slow; stop has none, got 8"),
         wrong("{fault: slow, target: center, at: round 4}",
@@ -168,3 +172,30 @@ def test_the_plan_of_the_docs_has_every_fault_and_its_tables_are_right(root, rea
     assert rows == [
         (kind, cells[takes.get("for_s")], cells[takes.get("by_s")]) for kind, takes in KINDS.items()
     ]
+
+
+def test_a_share_of_bad_workers_has_the_last_ranks_from_the_first_step_on():
+    plan = FaultPlan((kill("w0"),)).with_bad_workers(0.5, "reversed", num_workers=4)
+    assert [fault.sentence for fault in plan.faults[1:]] == [
+        "fault 2: send_reversed rank 2 at step 0",
+        "fault 3: send_reversed rank 3 at step 0",
+    ]
+    assert len(FaultPlan().with_bad_workers(0.01, "nan", num_workers=4).faults) == 1
+    assert len(FaultPlan().with_bad_workers(1.0, "nan", num_workers=4).faults) == 4
+
+
+@pytest.mark.parametrize("text", ["0.25", "0:nan", "1.5:zeros", "0.25:bad", "nan", "", "x:nan"])
+def test_wrong_bad_workers_are_one_sentence(text):
+    sentence = (
+        "run.bad_workers must be SHARE:KIND with a share in (0, 1] and one of nan, zeros, "
+        f"reversed, as 0.25:reversed, got {text}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(bad_workers=text)
+    assert str(caught.value) == sentence
+
+
+def test_bad_workers_need_processes_of_their_own():
+    config = TrainConfig(run=RunConfig(bad_workers="0.5:nan"), scaling=ScalingConfig(num_workers=0))
+    with pytest.raises(ConfigError, match=r"run.bad_workers needs workers in processes of their"):
+        resolve(config)

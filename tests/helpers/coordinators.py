@@ -5,12 +5,20 @@ import pytest
 import torch
 from scenarios import ALL
 
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.config import (
+    ExchangeConfig,
+    InputConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import Rule
 from raydl.data.ledger import Ledger
 from raydl.methods import resolve
 from raydl.parameter_server.coordinator import Coordinator
@@ -21,10 +29,8 @@ from raydl.parameter_server.shard import Shard
 class Add(Rule):
     """c <- c + message: lost updates are visible."""
 
-    sends = Sends.PROGRESS
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.add_(total)
+    def merge_(self, center, mail, state, now):
+        center.add_(mail.total("progress"))
 
 
 def make_shard(rule, size, *, is_locked=True, spans=None, coordinator=None, codec="none"):
@@ -52,7 +58,6 @@ def request(worker_id, sequence, values, *, generation=0, span=None, completion=
         weights=values,
         buffers=np.empty(0, np.float32),
         num_workers=2,
-        num_samples=1.0,
         lr=0.1,
         completion=completion,
     )
@@ -72,6 +77,7 @@ def make_coordinator(
     workers=("w0", "w1"),
     ledger=None,
     non_trainable=None,
+    skew=None,
     **training,
 ):
     training = training or {"epochs": 2}
@@ -79,6 +85,8 @@ def make_coordinator(
         method=MethodConfig(name=method, period=period),
         training=TrainingConfig(batch_size=5, **training),
         exchange=ExchangeConfig(timeout_s=timeout_s),
+        input=InputConfig(skew=skew),
+        scaling=ScalingConfig(num_workers=len(workers)) if skew else ScalingConfig(),
     )
     clock = (lambda: now[0]) if now else (lambda: 0.0)
     ledger = ledger or Ledger(num_samples)

@@ -19,6 +19,7 @@ from raydl.core.reports import Outcome
 from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer, Samples
 from raydl.data.samples import as_they_are
+from raydl.data.skew import order_of
 from raydl.methods import resolve
 from raydl.parameter_server.coordinator import Due
 from raydl.parameter_server.server import CenterServer, make_shard
@@ -77,7 +78,7 @@ class Ensemble:
         self.flat = FlatModel(task.build_model(self.images.shape), unfrozen=self.unfrozen)
         self.published: dict[int, Snapshot] = {}
         self.first = first_snapshot(self.flat, self.images.num_samples)
-        order = self.images.order(self.config.training.seed)
+        order = order_of(self.images, self.config)
         self.job = Job(
             self.config,
             resolve(self.config),

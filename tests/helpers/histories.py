@@ -21,7 +21,6 @@ from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainCon
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
-from raydl.core.rules import Sends
 from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.data.samples import as_they_are
@@ -147,8 +146,8 @@ class History:
         return base.first
 
     @property
-    def sends(self):
-        return self.job.method.rule.sends
+    def _drops_open_samples(self):
+        return not self.job.method.rule.takes_steps
 
     def train(
         self,
@@ -257,9 +256,9 @@ class History:
         for worker_id in here:
             if self.workers[worker_id].round < newest:
                 self._complete(worker_id)  # the other workers have received its message
-            elif self.sends is Sends.GRADIENT:
+            elif self._drops_open_samples:
                 self.batches[worker_id].open = []  # these samples are trained again
-        for worker_id in late if self.sends is Sends.GRADIENT else ():
+        for worker_id in late if self._drops_open_samples else ():
             self.batches[worker_id].open = []
         self.snapshot = self.workers[first_newest].center()
         for worker_id in others:
@@ -355,7 +354,7 @@ class CountingTask:
 
     def loss(self, model, batch):
         total = -model.counts[batch[1]].sum()
-        return total if self._rule.steps_replica else total / len(batch[1])
+        return total if self._rule.takes_steps else total / len(batch[1])
 
     def metrics(self, model, batch):
         raise NotImplementedError
@@ -366,8 +365,8 @@ class AllGradients(MeanGradient):
 
     period = 2
 
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total)
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.total("gradient"))
 
 
 def counting(rule, *, num_samples=25, **more):

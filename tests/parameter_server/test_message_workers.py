@@ -17,7 +17,7 @@ from raydl.core.codecs import parse_codec
 from raydl.core.compression import ErrorFeedback
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import GradientRule
 from raydl.data.ledger import Ledger
 from raydl.errors import ExchangeError
 from raydl.methods import resolve
@@ -229,16 +229,13 @@ def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
 # answers that are lost
 
 
-class SumOfGradients(Rule):
+class SumOfGradients(GradientRule):
     """c <- c - mean gradient, one message at a time."""
 
-    sends = Sends.GRADIENT
-    steps_replica = False
     strategy, period = "async", 1
 
-    def update_center_(self, center, total, tally, optimizer):
-        if tally.num_samples:
-            center.sub_(total, alpha=1 / tally.num_samples)
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.mean("gradient"))
 
 
 class LosingClient:

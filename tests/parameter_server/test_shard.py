@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from coordinators import Add, make_shard, request
+from mails import NO_BUFFERS, message
 from mapped_cells import ASSIGNMENT, FakeCenterClient, open_exchange, open_shard
 
 from raydl.config import OptimizerConfig
@@ -17,7 +18,7 @@ from raydl.core.codecs import parse_codec
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.optimizers import make_optimizer
-from raydl.core.rules import Rule, Sends, Tally
+from raydl.core.rules import AheadRule, Now, Rule
 from raydl.errors import ExchangeTimeoutError
 from raydl.methods.easgd import Elastic
 from raydl.methods.outer import Outer
@@ -31,23 +32,18 @@ ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)
 
 
 class RecordingAdd(Rule):
-    """c <- c + message, with a record of the tally of each update."""
-
-    sends = Sends.PROGRESS
-    steps_replica = False
+    """c <- c + message, with a record of the numbers of each update."""
 
     def __init__(self):
-        self.tallies = []
+        self.seen = []
 
-    def update_center_(self, center, total, tally, optimizer):
-        self.tallies.append(tally)
-        center.add_(total)
+    def merge_(self, center, mail, state, now):
+        self.seen.append((mail.count, mail.weight, now))
+        center.add_(mail.total(*self.lanes))
 
 
-class RecordingWeights(RecordingAdd):
+class RecordingWeights(RecordingAdd, AheadRule):
     """The same rule for messages of weights."""
-
-    sends = Sends.WEIGHTS
 
 
 class FakeCoordinator:
@@ -88,10 +84,12 @@ def lists(state):
 # messages
 
 
-def test_an_update_gets_its_numbers_of_messages_and_samples():
+def test_an_update_gets_its_number_of_messages_their_weight_and_their_staleness():
     rule = RecordingAdd()
-    shard_of([0, 0], rule=rule).exchange(request("w0", 0, [1, 2]))
-    assert rule.tallies == [Tally(2, num_messages=1, num_samples=1.0)]
+    shard = shard_of([0, 0], rule=rule)
+    for sender, number in (("w0", 0), ("w1", 0), ("w1", 1), ("w0", 1)):
+        shard.exchange(request(sender, number, [1, 2]))
+    assert rule.seen == [(1, 1.0, Now(2, staleness=stale)) for stale in (0, 0, 0, 2)]
 
 
 def test_each_span_is_moved_by_its_own_messages_which_are_counted_separately():
@@ -290,8 +288,8 @@ def test_a_compressed_message_overtaken_by_its_copy_is_applied_once_and_answered
     messages = [
         request("w0", k, codec.encode(torch.full((8,), k + 2.0)), span=(0, 8)) for k in range(2)
     ]
-    for shard, message in itertools.product(shards, messages[:num_before]):
-        shard.exchange(message)
+    for shard, sent in itertools.product(shards, messages[:num_before]):
+        shard.exchange(sent)
     shard, plain = shards
     [cell] = shard._cells.values()
     cell.lock = OvertakenLock(cell.lock)
@@ -311,11 +309,11 @@ class PausingAdd(RecordingAdd):
         super().__init__()
         self.began, self.goes_on = threading.Event(), threading.Event()
 
-    def update_center_(self, center, total, tally, optimizer):
+    def merge_(self, center, mail, state, now):
         if not self.began.is_set():
             self.began.set()
             assert self.goes_on.wait(SOON_S)
-        super().update_center_(center, total, tally, optimizer)
+        super().merge_(center, mail, state, now)
 
 
 def test_with_hogwild_a_copy_waits_for_the_answer_to_the_compressed_message():
@@ -330,7 +328,7 @@ def test_with_hogwild_a_copy_waits_for_the_answer_to_the_compressed_message():
     for thread in (first, copy):
         thread.join(SOON_S)
     assert answers[0].weights.tolist() == others[0].weights.tolist()
-    assert len(rule.tallies) == 1
+    assert len(rule.seen) == 1
 
 
 @pytest.mark.parametrize("rule", [RecordingAdd, RecordingWeights])
@@ -501,12 +499,13 @@ def test_an_exchange_in_the_middle_of_a_round_sends_no_completion():
     client = FakeCenterClient()
     exchange = open_exchange(open_shard(2), client=client)
     exchange._is_last = False
-    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
-    assert exchange.wait().tally == Tally(2, 1, 3.0)
+    sent = message(Elastic(0.5), torch.tensor([4.0, 8.0]))
+    exchange.begin(sent, NO_BUFFERS, Header())
+    assert exchange.wait().now == Now(2)
     exchange.commit()
     assert client.settled == []
     assert exchange._session.num_bytes == 2 * 2 * 4  # each weight, sent and received
-    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
+    exchange.begin(sent, NO_BUFFERS, Header())
     assert exchange._session.num_bytes == 2 * (2 * 2 * 4)
 
 
@@ -522,7 +521,7 @@ def test_committing_an_answer_sets_buffers_and_assignment():
     client.assignment = dataclasses.replace(ASSIGNMENT, version=9)
     exchange = open_exchange(open_shard(1), client=client)
     exchange.center = dataclasses.replace(exchange.center, buffers=torch.zeros(1))
-    exchange.begin(torch.ones(1), torch.full((1,), 5.0), Header())
+    exchange.begin(message(Elastic(0.5), torch.ones(1)), torch.full((1,), 5.0), Header())
     exchange.wait()
     assert (exchange.center.buffers.item(), exchange._session.version) == (0.0, 0)
     exchange.commit()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
+from mails import NO_BUFFERS, message
 from mapped_cells import FakeCenterClient, open_exchange, open_shard
 from message_jobs import message_job as job
 from message_jobs import wait_for
@@ -19,7 +20,7 @@ from raydl.config import ExchangeConfig, ScalingConfig
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
-from raydl.core.rules import BLOCK, Rule, Tally
+from raydl.core.rules import BLOCK, AheadRule, Now
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.methods import resolve
 from raydl.methods.easgd import Elastic
@@ -33,9 +34,14 @@ from raydl.parameter_server.shared_memory import MappedCell, MappedExchange, can
 from raydl.worker.in_process import HERE
 
 
+def weights(values):
+    """Return a message with weights."""
+    return message(Elastic(0.5), values)
+
+
 def move(exchange, replica):
     """Exchange once, and move the replica."""
-    exchange.begin(replica, torch.zeros(0), Header(num_samples=1.0))
+    exchange.begin(weights(replica), NO_BUFFERS, Header())
     arrival = exchange.wait()
     replica.sub_(arrival.pull)
     exchange.commit()
@@ -53,15 +59,15 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     shard, client = open_shard(2), FakeCenterClient()
     exchange = open_exchange(shard, client=client)
     replica = torch.tensor([4.0, 8.0])  # alpha 1/4
-    exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
+    exchange.begin(weights(replica), NO_BUFFERS, Header())
     assert center_values(shard).tolist() == [1, 2]  # immediately
     assert replica.tolist() == [4, 8]  # the replica moves only with its local step
     arrival = exchange.wait()
     assert arrival.pull.tolist() == [1, 2]
     assert arrival.distance_squared == pytest.approx(80)
-    assert arrival.tally == Tally(2, 1, 3.0)
+    assert arrival.now == Now(2)
     [settled] = client.settled
-    assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
+    assert (settled.span, settled.weights.size) == ((0, 0), 0)
 
 
 def test_a_vector_of_many_blocks_moves_like_one_of_a_few_blocks():
@@ -79,14 +85,14 @@ def test_a_vector_of_many_blocks_moves_like_one_of_a_few_blocks():
 class DoublePull(Elastic):
     """Pulls the replica twice as hard as the center."""
 
-    def pull(self, replica, center, tally, *, out):
-        return super().pull(replica, center, tally, out=out).mul_(2)
+    def pull(self, replica, center, now, *, out):
+        return super().pull(replica, center, now, out=out).mul_(2)
 
 
 def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
     shard, rule = open_shard(2, rule=DoublePull(0.5)), DoublePull(0.5)
     exchange = open_exchange(shard, rule=rule)
-    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
+    exchange.begin(weights(torch.tensor([4.0, 8.0])), NO_BUFFERS, Header())
     assert exchange.wait().pull.tolist() == [2, 4]
     assert center_values(shard).tolist() == [1, 2]
 
@@ -139,10 +145,10 @@ def test_memory_is_shared_only_if_messages_carry_nothing_but_plain_weights(chang
 
 
 class AtTheCenter(Elastic):
-    steps_replica = False
+    shared = ("momentum",)
 
 
-def test_a_center_with_an_optimizer_shares_no_memory():
+def test_a_center_with_state_beside_it_shares_no_memory():
     config = job("async-easgd")
     method = resolve(config)
     assert not can_be_shared(config, dataclasses.replace(method, rule=AtTheCenter(0.9)))
@@ -156,7 +162,7 @@ def test_a_removed_worker_moves_nothing():
     exchange = open_exchange(shard, "w1")
     shard.change(Membership(2, ("w0",)))
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
-        exchange.begin(torch.ones(2), torch.zeros(0), Header())
+        exchange.begin(weights(torch.ones(2)), NO_BUFFERS, Header())
     assert center_values(shard).tolist() == [0, 0]
     assert shard.shared_cells("w1", HERE) == {}
 
@@ -169,7 +175,7 @@ def test_a_newcomer_in_the_slot_of_a_lost_worker_does_not_count_as_that_worker()
     with pytest.raises(
         ExchangeError, match="entered generation 3, but the message is of generation 1"
     ):
-        before.begin(torch.ones(2), torch.zeros(0), Header())
+        before.begin(weights(torch.ones(2)), NO_BUFFERS, Header())
     stays = open_exchange(shard, "w0")
     move(stays, torch.tensor([4.0, 8.0]))
     assert center_values(shard).tolist() == [1, 2]
@@ -181,7 +187,7 @@ def test_a_worker_that_enters_again_does_not_count_as_its_former_self():
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w1")))
     with pytest.raises(ExchangeError, match="entered generation 3"):
-        before.begin(torch.ones(2), torch.zeros(0), Header())
+        before.begin(weights(torch.ones(2)), NO_BUFFERS, Header())
 
 
 def test_workers_without_a_slot_send_messages():
@@ -203,7 +209,7 @@ def test_a_refused_completion_raises():
     exchange = open_exchange(
         open_shard(2), client=FakeCenterClient(refusal="the center refused w0")
     )
-    exchange.begin(torch.ones(2), torch.zeros(0), Header())
+    exchange.begin(weights(torch.ones(2)), NO_BUFFERS, Header())
     with pytest.raises(ExchangeError, match="the center refused w0"):
         exchange.wait()
 
@@ -244,10 +250,10 @@ def child(action):
             os.waitpid(pid, 0)
 
 
-class StallingRule(Rule):
+class StallingRule(AheadRule):
     """Moves the first half, then stops."""
 
-    def exchange_(self, replica, center, tally, *, out):
+    def exchange_(self, replica, center, now, *, out):
         half = len(center) // 2
         center[:half].add_(replica[:half])
         time.sleep(60)
@@ -256,7 +262,7 @@ class StallingRule(Rule):
 def stall(shard):
     """Move half of the center, and stop with the lock held."""
     open_exchange(shard, "w1", rule=StallingRule()).begin(
-        torch.ones(2 * BLOCK), torch.zeros(0), Header()
+        weights(torch.ones(2 * BLOCK)), NO_BUFFERS, Header()
     )
 
 
@@ -283,10 +289,10 @@ def test_the_wait_for_a_worker_that_stopped_in_the_middle_of_an_update_ends():
         os.kill(pid, signal.SIGSTOP)
         own = open_exchange(shard, timeout_s=0.3)
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
-            own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
+            own.begin(weights(torch.ones(2 * BLOCK)), NO_BUFFERS, Header())
         message = Request(
             MessageId("w0", 1, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
-            2, 1.0, 0.1,
+            2, 0.1,
         )  # fmt: skip
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
             shard.exchange(message)
@@ -315,7 +321,7 @@ def test_no_update_is_lost_between_memory_and_messages(tmp_path):
         ]
         for number in range(100):  # like a worker of another node
             request = Request(
-                MessageId("w2", 1, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
+                MessageId("w2", 1, number), (0, replica.size), replica, NOTHING, 2, 0.1
             )
             replica = replica - (replica - shard.exchange(request).weights) / 4
         assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}

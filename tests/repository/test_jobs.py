@@ -96,7 +96,7 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
         (["--workers", "1,two"], "workers must be numbers as in 1,2,4, got 1,two"),
         (
             ["--epochs", "2"],
-            "training.epochs, training.samples and training.seconds cannot be set",
+            "training.epochs, training.samples, training.seconds and training.bytes cannot be set",
         ),
         (["--name", "x"], "run.name, run.run_dir, run.storage_path and run.resume cannot be set"),
         (["--out", "s3://b/x"], "out must be a folder of this machine, got s3://b/x"),

@@ -13,11 +13,14 @@ from repository import ROOT
 import raydl
 from raydl.cli import data, options, planning, reporting, runs
 from raydl.cli.commands import COMMANDS
+from raydl.cli.comparing import parse_own
 from raydl.config import TrainConfig
 from raydl.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
 from raydl.run.versions import DISTRIBUTION, installed_version, requirements
+from raydl.tools.comparison import Comparison
+from raydl.tools.comparison.settings import method_names, trials_of
 
 MAY_IMPORT_RAY = re.compile(
     r"ray_backend/.*|collective/ray_collective\.py|parameter_server/ray_transport\.py"
@@ -211,6 +214,10 @@ def test_the_commands_of_the_docs_are_valid(root, name, monkeypatch):
             assert isinstance(config, TrainConfig)
             assert config.method.name in METHODS
             assert config.model in (*MODELS, "auto")
+        elif words[1] == "compare":
+            comparison = parse_own(Comparison, words[2:], prog="raydl compare")
+            assert set(method_names(comparison.methods)) <= set(METHODS)
+            assert trials_of(comparison)
         elif words[1] == "submit":
             options.parse_train(words[words.index("--") + 1 :])
         elif command.__module__ in modules:

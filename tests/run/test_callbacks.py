@@ -330,10 +330,7 @@ def test_the_best_of_a_start_that_died_before_its_first_checkpoint_is_not_forgot
 def test_a_users_callback_receives_each_evaluation_once_and_the_end(tmp_path):
     callback = RecordingCallback()
     result = trainer(tmp_path / "run", callbacks=[callback]).fit()
-    evaluations = [
-        {"round": at.round, "samples": at.num_samples, "seconds": at.seconds, **metrics}
-        for at, metrics in ((e.progress, e.metrics) for e in callback.scores)
-    ]
+    evaluations = [{**e.progress.of_score(), **e.metrics} for e in callback.scores]
     assert evaluations == result.metrics["evaluations"]
     assert [e.progress.epoch for e in callback.scores] == [1, 2, 3]
     assert callback.figures == [result.metrics]

@@ -19,8 +19,8 @@ from raydl.config import RunConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, RaydlError, UntrustedCodeError
 from raydl.run.evaluate import code_named, score_run
 from raydl.run.folder import RunFolder
-from raydl.tools.comparison.runner import load_complete
 from raydl.tools.comparison.settings import Comparison, plan
+from raydl.tools.runs import load_complete
 
 pytestmark = pytest.mark.processes
 

@@ -3,16 +3,16 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
+from comparisons import FakeFit
 from comparisons import figures_of as figures
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from raydl import cli
 from raydl.cli.comparing import parse_own
-from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
+from raydl.config import ScalingConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.methods import METHODS
 from raydl.metrics import COMPARED, TIME_PARTS
@@ -20,7 +20,7 @@ from raydl.run.lock import held
 from raydl.storage import Storage
 from raydl.tools.comparison import Comparison, compare, runner
 from raydl.tools.comparison import report as reports
-from raydl.tools.comparison.figures import Spread, make_rows
+from raydl.tools.comparison.figures import Spread, as_dict, at_target, make_rows
 from raydl.tools.comparison.settings import plan
 
 BASE = TrainConfig(
@@ -34,26 +34,6 @@ def make_comparison(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base
     )
 
 
-class FakeFit:
-    """A fake trainer that writes the folder of a run; ``results`` has figures or errors by run."""
-
-    def __init__(self, results=None):
-        self.results = results or {}
-        self.done = []
-
-    def __call__(self, config):
-        key = (config.method.name, config.training.seed)
-        self.done.append(key)
-        result = self.results.get(key, self.results.get(key[0], figures()))
-        folder = Path(config.run.run_dir)
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"config": to_dict(config), "versions": {}}))
-        if isinstance(result, BaseException):
-            raise result
-        (folder / "result.json").write_text(json.dumps(result))
-        return result
-
-
 def read_report(tmp_path):
     return (tmp_path / "out/comparison.md").read_text()
 
@@ -62,6 +42,7 @@ def read_report(tmp_path):
 def no_pictures(monkeypatch):
     """Draw no pictures: they take longer than the rest of these comparisons."""
     monkeypatch.setattr(runner, "draw", lambda runs, rows, target, out: None)
+    monkeypatch.setattr(runner, "comparison_page", lambda shared, runs, rows, target: "")
 
 
 def test_runs_are_interleaved_by_seed_and_share_all_other_settings(tmp_path):
@@ -100,7 +81,7 @@ def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
         (
             "sync-easgd",
             {"training": TrainingConfig()},
-            "training.samples or seconds, epochs or steps must be set",
+            "training.samples or seconds, bytes, epochs or steps must be set",
         ),
         (" , ", {}, "methods is empty"),
     ],
@@ -129,9 +110,10 @@ def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
     assert len(fit.done) == 4
     text = read_report(tmp_path)
     sentence = "the loss became nan at local step 7 of worker w1"
-    assert f"| async-easgd | async | 0 of 2 | failed: {sentence}" in text
+    assert f"| async-easgd | 10 | 0.25 | 0 | async | 0 of 2 | failed: {sentence}" in text
     assert "- async-easgd, seed 1: TypeError: the | reason" in text
-    assert "| sync-easgd | sync | 2 of 2 | 2 of 2 | 20.00 | 200 | 95.00% |" in text
+    row = "| sync-easgd | 10 | 0.25 | 0 | sync | 2 of 2 | 2 of 2 | 20.00 | 200 | 2 kB | 95.00% |"
+    assert row in text
     assert f"async-easgd, seed 0: failed: {sentence}" in capsys.readouterr().out
     assert "Traceback" in (tmp_path / "out/async-easgd/seed-0/error.txt").read_text()
 
@@ -217,10 +199,11 @@ def test_a_signal_keeps_complete_runs_and_the_others_can_be_run_later(
 def test_the_target_is_reached_at_the_first_evaluation_above_it(tmp_path):
     run = plan(make_comparison(tmp_path), tmp_path)[0]
     run = dataclasses.replace(run, figures=figures(accuracies=(0.5, 0.9, 0.8, 0.95)))
-    assert run.to_target(0.9) == (20, 200)
-    assert run.to_target(0.91) == (40, 400)
-    assert run.to_target(0.96) == (math.inf, math.inf)
-    assert run.as_dict(0.96)["seconds_to_target"] is None
+    assert at_target(run, 0.9)["seconds"] == 20
+    assert at_target(run, 0.91)["samples"] == 400
+    assert at_target(run, 0.96) == {}
+    assert as_dict(run, 0.91)["bytes_to_target"] == 4000
+    assert as_dict(run, 0.96)["seconds_to_target"] is None
 
 
 def test_rows_have_medians_and_are_sorted_by_the_time_to_the_target(tmp_path):
@@ -243,9 +226,9 @@ def test_rows_have_medians_and_are_sorted_by_the_time_to_the_target(tmp_path):
     assert rows[1].figures["seconds_to_target"] == Spread(40, 20, math.inf)
     assert [row.num_reached for row in rows] == [3, 2, 0, 0]
     text = reports.markdown(make_comparison(tmp_path), runs, rows, tmp_path, "")
-    assert "| sync-easgd | sync | 3 of 3 | 2 of 3 | 40.00 (20.00 to never) | 200 " in text
-    assert "| sync-sgd | sync | 3 of 3 | 0 of 3 | never | never | 60.00% |" in text
-    assert "| local-sgd | sync | 0 of 3 | not run |" in text
+    assert "| sync | 3 of 3 | 2 of 3 | 40.00 (20.00 to never) | 200 " in text
+    assert "| sync | 3 of 3 | 0 of 3 | never | never | never | 60.00% |" in text
+    assert "| sync | 0 of 3 | not run |" in text
 
 
 def test_a_comparison_without_a_complete_run_shows_no_pictures(tmp_path):
@@ -276,8 +259,8 @@ def test_the_charts_have_the_methods_in_the_order_of_the_table(tmp_path, monkeyp
     fit = FakeFit({"diloco": figures(speed=4), "async-easgd": figures(speed=2)})
     assert compare(make_comparison(tmp_path, methods), fit=fit) == 0
     assert saved == list(reports.PICTURES)
-    assert legends[0] == legends[1] == ["diloco", "async-easgd", "sync-sgd"]
-    assert len(legends[2]) == len(TIME_PARTS)
+    assert all(legend == ["diloco", "async-easgd", "sync-sgd"] for legend in legends[:4])
+    assert len(legends[4]) == len(TIME_PARTS)
 
 
 def rows_of_hparams(folder):
@@ -338,7 +321,10 @@ def test_options_of_train_apply_to_all_runs():
         ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),
         ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
         ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),
-        ("--methods diloco", "training.samples or seconds, epochs or steps must be set, the same"),
+        (
+            "--methods diloco",
+            "training.samples or seconds, bytes, epochs or steps must be set",
+        ),
         (
             "--model lnet --samples 9",
             "model has no 'lnet'; did you mean lenet or lenet5 or alexnet?",
@@ -359,7 +345,8 @@ def test_a_real_comparison_writes_all_files_and_its_figures_agree(tmp_path, caps
     assert cli.main(["compare", *options.split()]) == 0
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir {out}" in printed
-    files = {"comparison.md", "comparison.json", *reports.PICTURES}
+    texts = {"comparison.md", "comparison.html", "comparison.json", "comparison.csv", "curves.csv"}
+    files = {*texts, *reports.PICTURES}
     assert files <= {path.name for path in out.iterdir()}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in reports.PICTURES)
     text, runs = read_report(tmp_path), json.loads((out / "comparison.json").read_text())["runs"]
@@ -373,7 +360,7 @@ def test_a_real_comparison_writes_all_files_and_its_figures_agree(tmp_path, caps
         assert list(folder.glob("events.out.tfevents*"))
     for method in ("sync-easgd", "sync-sgd"):
         accuracies = [run["center_accuracy"] for run in runs if run["method"] == method]
-        line = next(line for line in text.splitlines() if line.startswith(f"| {method} | sync"))
+        line = next(line for line in text.splitlines() if line.startswith(f"| {method} | "))
         assert f"| {sum(accuracies) / 2:.2%}" in line
     assert all(f"]({name})" in text for name in reports.PICTURES)
     assert all(part in text for part in TIME_PARTS)

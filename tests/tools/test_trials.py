@@ -27,6 +27,7 @@ from raydl.run.progress_reporter import Silent
 from raydl.run.view import EventLog
 from raydl.storage import Storage, open_filesystem
 from raydl.tools.report.facts import read_run
+from raydl.tools.runs import with_settings
 
 QUIET = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:ray")
 NUM_TRIALS = 4
@@ -107,11 +108,10 @@ def test_a_trial_prints_what_its_run_waits_for(capsys):
 
 
 def test_parameters_are_settings_by_their_dotted_names():
-    with_parameters = raydl.tune._with_parameters
-    config = with_parameters(TrainConfig(), {"optimizer.lr": 0.5, "method.name": "diloco"})
+    config = with_settings(TrainConfig(), {"optimizer.lr": 0.5, "method.name": "diloco"})
     assert (config.optimizer.lr, config.method.name) == (0.5, "diloco")
     with pytest.raises(ConfigError, match="has 'lr', which is no setting; give dotted names"):
-        with_parameters(TrainConfig(), {"lr": 0.5})
+        with_settings(TrainConfig(), {"lr": 0.5})
 
 
 def test_a_run_name_shared_by_all_trials_is_refused():

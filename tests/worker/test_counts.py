@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ensembles import Ensemble
+from mails import mail
 from torch import nn
 from torch.nn import functional
 
@@ -26,7 +27,7 @@ from raydl.core.exchange import StepPlan
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Rule, Sends, Tally
+from raydl.core.rules import GradientRule, Now
 from raydl.data import Batches
 from raydl.data.in_memory import TableSet
 from raydl.data.samples import DataShape, as_they_are, num_samples_of, part_of
@@ -150,8 +151,8 @@ class Sent:
         )
         self.messages = []
 
-    def begin(self, weights, buffers, header, distrust=0.0):
-        self.messages.append((weights.clone(), header.num_samples))
+    def begin(self, message, buffers, header, distrust=0.0):
+        self.messages.append((message.lanes["gradient"].clone(), message.weight))
 
 
 @every_kind
@@ -227,23 +228,21 @@ def test_samples_without_labels_are_done_and_leave_the_center_where_it_is():
     assert np.array_equal(ensemble.newest.weights, ensemble.first.weights)
 
 
-class OwnMean(Rule):
+class OwnMean(GradientRule):
     """A rule of a user's own, as the documentation says: it divides by the number."""
 
-    sends = Sends.GRADIENT
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total / tally.num_samples)
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.total("gradient") / mail.weight)
 
 
 def test_a_rule_of_ones_own_gets_no_gradients_that_count_nothing():
     center = Center(
         torch.ones(2), torch.zeros(1), rule=OwnMean(), make_optimizer=lambda _: None
     )  # fmt: skip
-    center.apply_(torch.zeros(2), torch.ones(1), Tally(1, 1, 0.0))
+    center.apply_(mail(OwnMean(), torch.zeros(2), weight=0), torch.ones(1), Now(1))
     assert center.weights.tolist() == [1.0, 1.0]
     assert center.buffers.tolist() == [1.0]
-    center.apply_(torch.ones(2), torch.ones(1), Tally(1, 1, 4.0))
+    center.apply_(mail(OwnMean(), torch.ones(2), weight=4), torch.ones(1), Now(1))
     assert center.weights.tolist() == [0.75, 0.75]
 
 

@@ -21,7 +21,7 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.core.rules import Rule, Sends
+from raydl.core.rules import GradientRule
 from raydl.elastic.rendezvous import RendezvousServer
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.methods.easgd import Elastic
@@ -509,13 +509,11 @@ def test_an_attached_optimizer_is_not_attached_again():
 # checks before anything starts
 
 
-class Descends(Rule):
-    """c <- c - 0.1 * g, without an optimizer at the center."""
+class Descends(GradientRule):
+    """c <- c - 0.1 * g, without the user's optimizer."""
 
-    sends = Sends.GRADIENT
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total, alpha=0.1 / tally.num_samples)
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.mean("gradient"), alpha=0.1)
 
 
 def optimizer_of_no_model():
@@ -527,6 +525,7 @@ def optimizer_of_no_model():
     [
         ({"method": "sync-easdg"}, "method.name has no 'sync-easdg'; did you mean sync-easgd"),
         ({"method": "sync-sgd"}, "choose local-sgd with method.period 1"),
+        ({"method": "scaffold"}, "method.name cannot be scaffold with raydl.attach: it changes"),
         ({"method": "test_user_loop:Descends"}, "choose local-sgd with method.period 1"),
         ({"num_workers": 0}, "num_workers must be 1 or more, got 0"),
         (

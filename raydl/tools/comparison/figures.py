@@ -6,15 +6,20 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from raydl.config import TrainConfig
+from raydl.core.scores import score_of
 from raydl.metrics import TIME_PARTS
+from raydl.tools.runs import Run
 
+OVER = ("seconds", "samples", "bytes", "messages")
+"""What a run is measured by: the x-axes of the charts."""
+BYTES = "bytes"
+"""Format of a size."""
 COLUMNS = {
     "seconds_to_target": ("seconds to target", "{:.2f}"),
     "samples_to_target": ("samples to target", "{:,.0f}"),
+    "bytes_to_target": ("bytes to target", BYTES),
     "center_accuracy": ("final accuracy", "{:.2%}"),
     "communication_share": ("communication", "{:.0%}"),
     "rounds": ("exchanges", "{:,.0f}"),
@@ -22,61 +27,58 @@ COLUMNS = {
     "staleness": ("staleness", "{:.2f}"),
     "samples_per_s": ("samples/s", "{:,.0f}"),
     "seconds": ("seconds", "{:.1f}"),
+    "samples": ("samples", "{:,.0f}"),
+    "bytes": ("bytes", BYTES),
+    "messages": ("messages", "{:,.0f}"),
 }
 """Heading and format of each figure, by its name in ``comparison.json``."""
 
-_MISSING = {"center_accuracy": -math.inf}
-"""Values for missing figures; infinity, which means never, for all other figures."""
+_UNKNOWN = ("center_accuracy", "bytes", "messages")
+"""Figures that are unknown if they are missing; any other is never reached."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run: its settings and, once complete, its figures."""
+def at_target(run: Run, target: float) -> Mapping[str, float]:
+    """Return the first score that reaches the target accuracy.
 
-    method: str
-    strategy: str
-    seed: int
-    config: TrainConfig
-    """All settings, with the defaults of the method filled in."""
-    figures: Mapping[str, Any] | None = None
-    """The content of ``result.json``; None until the run is complete."""
-    reason: str = ""
-    """Why the run failed, in one sentence."""
+    It is empty if none does, or if the task has no accuracy.
+    """
+    scores = (run.figures or {}).get("evaluations", ())
+    return next((score for score in scores if score.get("accuracy", -math.inf) >= target), {})
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-        return Path(self.config.run.run_dir or "")
 
-    @property
-    def status(self) -> str:
-        """``done``, ``failed`` or ``not run``."""
-        return "done" if self.figures is not None else "failed" if self.reason else "not run"
+def as_dict(run: Run, target: float) -> dict[str, Any]:
+    """Return the object of a run for ``comparison.json``."""
+    score = at_target(run, target)
+    return {
+        "method": run.method,
+        "strategy": run.strategy,
+        "seed": run.seed,
+        "trial": dict(run.trial),
+        "folder": str(run.folder),
+        "status": run.status,
+        "reason": run.reason,
+        **{f"{over}_to_target": score.get(over) for over in OVER},
+        **(run.figures or {}),
+    }
 
-    def to_target(self, target: float) -> tuple[float, float]:
-        """Return (seconds, samples) at the first evaluation that reaches the target accuracy.
 
-        Both are infinite if none does, or if the task has no accuracy.
-        """
-        for score in (self.figures or {}).get("evaluations", ()):
-            if score.get("accuracy", -math.inf) >= target:
-                return score["seconds"], score["samples"]
-        return math.inf, math.inf
+def last_score(run: Run) -> float:
+    """Return the score of the last center, higher is better; minus infinity without one."""
+    scores = (run.figures or {}).get("evaluations", ())
+    return score_of(scores[-1], run.config.evaluation) if scores else -math.inf
 
-    def as_dict(self, target: float) -> dict[str, Any]:
-        """Return the object for ``comparison.json``."""
-        seconds, samples = (x if math.isfinite(x) else None for x in self.to_target(target))
-        return {
-            "method": self.method,
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "folder": str(self.folder),
-            "status": self.status,
-            "reason": self.reason,
-            "seconds_to_target": seconds,
-            "samples_to_target": samples,
-            **(self.figures or {}),
-        }
+
+def chosen(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of each method with the trial whose run of the first seed is the best.
+
+    Of equal ones, and if none is complete, it is the first trial.
+    """
+    first = min(run.seed for run in runs)
+    best: dict[str, Run] = {}
+    for run in (run for run in runs if run.seed == first):
+        if run.method not in best or last_score(run) > last_score(best[run.method]):
+            best[run.method] = run
+    return [run for run in runs if run.trial == best[run.method].trial]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class Row:
 
     method: str
     strategy: str
+    period: int | str | None
+    lr: float
+    momentum: float
     num_runs: int
     num_planned: int
     num_reached: int
@@ -131,15 +136,17 @@ def _sort_key(row: Row) -> tuple[bool, float, float]:
 
 
 def _row(runs: Sequence[Run], target: float) -> Row:
-    done = [run.as_dict(target) for run in runs if run.figures is not None]
+    done = [as_dict(run, target) for run in runs if run.figures is not None]
     values = {
-        name: [_MISSING.get(name, math.inf) if x.get(name) is None else x[name] for x in done]
-        for name in COLUMNS
+        name: [_missing(name) if x.get(name) is None else x[name] for x in done] for name in COLUMNS
     }
-    parts = [figures["time_parts"] for figures in done]
+    parts, config = [figures["time_parts"] for figures in done], runs[0].config
     return Row(
         method=runs[0].method,
         strategy=runs[0].strategy,
+        period=config.method.period,
+        lr=config.optimizer.lr or 0.0,
+        momentum=config.optimizer.momentum or 0.0,
         num_runs=len(done),
         num_planned=len(runs),
         num_reached=sum(figures["seconds_to_target"] is not None for figures in done),
@@ -149,3 +156,7 @@ def _row(runs: Sequence[Run], target: float) -> Row:
         else {},
         reason=next((run.reason for run in runs if run.reason), ""),
     )
+
+
+def _missing(name: str) -> float:
+    return -math.inf if name in _UNKNOWN else math.inf

@@ -8,7 +8,8 @@ from typing import Any
 from raydl.config import TrainConfig
 from raydl.metrics.tags import COMPARED, OF_COMPARISON
 from raydl.text.redaction import redact
-from raydl.tools.comparison.figures import Run
+from raydl.tools.comparison.figures import as_dict
+from raydl.tools.runs import Run
 
 _FIGURES = {"compare/accuracy": "center_accuracy"}
 """Figures by tag, where ``comparison.json`` has another name than the tag."""
@@ -42,7 +43,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def figures_of(run: Run, target: float) -> dict[str, float]:
     """Return the results of a run by tag, without the target if it was not reached."""
-    figures = run.as_dict(target)
+    figures = as_dict(run, target)
     names = {tag: _FIGURES.get(tag, tag.removeprefix("compare/")) for tag in COMPARED}
     values = {tag: figures.get(name) for tag, name in names.items()}
     return {tag: float(value) for tag, value in values.items() if value is not None}

@@ -27,7 +27,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    if name == "meta":  # a void element has no end tag
+    if name in ("meta", "input"):  # a void element has no end tag
         return Html(f"<{name}{written}>")
     content = "".join(
         c if isinstance(c, Html) else _escaped(str(c)) for c in children if c is not None

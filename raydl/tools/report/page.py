@@ -25,6 +25,25 @@ def make_page(runs: Sequence[RunFacts], *, now: float | None = None) -> str:
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     body = _one_run(runs[0]) if len(runs) == 1 else _several_runs(list(runs))
+    return whole_page(title, *body, now=now)
+
+
+def whole_page(
+    title: str,
+    *body: Html | None,
+    css: str = "",
+    written_by: str = "raydl report",
+    now: float | None = None,
+) -> str:
+    """Return a page of elements, with the style sheet, that fetches nothing.
+
+    Args:
+        title: title of the window.
+        body: the elements.
+        css: further rules of the style sheet.
+        written_by: the command that writes it.
+        now: Unix time at which it is written; None: the current time.
+    """
     written_at = moment(time.time() if now is None else now)
     page = element(
         "html",
@@ -34,9 +53,9 @@ def make_page(runs: Sequence[RunFacts], *, now: float | None = None) -> str:
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
             element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
             element("title", title),
-            element("style", Html(CSS)),
+            element("style", Html(CSS + css)),
         ),
-        element("body", *body, element("footer", f"Written by raydl report, {written_at}.")),
+        element("body", *body, element("footer", f"Written by {written_by}, {written_at}.")),
         lang="en",
     )
     return f"<!doctype html>\n{page}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from raydl.checkpoint.manifest import Manifest
+from raydl.core.progress import AXES
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.charts import bar_in_page, words
 from raydl.metrics.tags import STACK
@@ -100,7 +101,7 @@ def _score(run: RunFacts) -> tuple[str, object, str | None]:
 
 def _other_metrics(run: RunFacts) -> str | None:
     """Return what else the task measures, at the last evaluation: ``absolute error 1,927``."""
-    known = ("round", "samples", "seconds", "loss")
+    known = (*AXES, "loss")
     newest = (run.result.get("evaluations") or [{}])[-1]
     others = {name.replace("_", " "): v for name, v in newest.items() if name not in known}
     return ", ".join(f"{name} {written(v, '{:,.4g}')}" for name, v in others.items()) or None

@@ -61,6 +61,12 @@ svg text { font-size: 12px; }
 .mark circle:hover { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 14px; font-size: 14px; }
 .key { overflow-wrap: anywhere; }
+.choice { margin-top: 20px; }
+.choice label {
+  display: inline-block; margin-right: 18px; white-space: nowrap; font-size: 14px; cursor: pointer;
+}
+.sample { width: 28px; height: 12px; vertical-align: -1px; }
+.choice .charts { margin-top: 16px; }
 .swatch { width: 12px; height: 14px; vertical-align: -2px; }
 .swatch.dashed rect { opacity: .5; }
 .bars svg { display: block; width: 100%; height: 26px; margin-bottom: 10px; border-radius: 4px; }
