@@ -258,7 +258,7 @@ def test_a_run_with_muloco_records_its_optimizer_and_learns(tmp_path):
     assert cli.main(["train", *words, "--run-dir", str(folder), "--lr", "0.01"]) == 0
     recorded = json.loads((folder / "config.json").read_text())["config"]
     assert recorded["optimizer"]["name"] == "muon"
-    assert json.loads((folder / "result.json").read_text())["accuracy"] > 0.8
+    assert json.loads((folder / "result.json").read_text())["center_accuracy"] > 0.8
 
 
 def test_an_attached_loop_under_muloco_keeps_the_optimizer_of_the_user():
