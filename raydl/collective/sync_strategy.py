@@ -40,9 +40,10 @@ from raydl.core.autotune import (
 from raydl.core.center import Center, Snapshot, joined_states, split_states
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import Header, shard_spans, tensor_spans
-from raydl.core.optimizers import make_optimizer
+from raydl.core.optimizers import lr_at, make_optimizer
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator
+from raydl.core.rules import Moment
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
 from raydl.data.ledger import Claim, Ledger, RoundShare, Span, share_round
@@ -486,7 +487,28 @@ class SyncStrategy:
         """Return the local steps of each rank in a whole round."""
         if self._steps_by_speed is not None:
             return list(self._steps_by_speed.steps)
-        return [self._tuning.period] * self._context.membership.num_workers
+        return [self._period()] * self._context.membership.num_workers
+
+    def _period(self) -> int:
+        """Return the period of the round, the same on all ranks."""
+        rule, num_workers = self._context.method.rule, self._context.membership.num_workers
+        if not rule.varies_period:
+            return self._tuning.period
+        optimizer = self._context.method.optimizer
+        share_done = self._stop_condition.share_done(
+            num_samples=self._ledger.num_done_ever,
+            num_steps=self._num_steps,
+            seconds=self._seconds,
+            num_bytes=self._num_bytes,
+        )
+        moment = Moment(
+            self._tuning.period,
+            lr=lr_at(optimizer, share_done, num_cuts=self.num_cuts),
+            peak_lr=optimizer.lr or 0.0,
+            is_warming_up=share_done < optimizer.warmup,
+            num_workers=num_workers,
+        )
+        return max(1, rule.period_at(moment))
 
     def _steps_kept(self) -> list[int]:
         """Return the local steps of each rank whose exchange failed, which the next one sends."""

@@ -187,6 +187,22 @@ class Mail:
         return self.numbers[name] / self.weight
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What the length of a round may depend on: the same for all workers."""
+
+    period: int
+    """``method.period``."""
+    lr: float
+    """Learning rate at the start of the round."""
+    peak_lr: float
+    """``optimizer.lr``."""
+    is_warming_up: bool = False
+    """Whether the rate is still in its warm-up."""
+    num_workers: int = 1
+    """Workers that train now (p)."""
+
+
 @dataclass
 class State:
     """What a rule keeps beside one span of the center; checkpoints hold it."""
@@ -391,6 +407,15 @@ class Rule:
     def has_state(self) -> bool:
         """Whether anything is kept beside the center."""
         return bool(self.shared or self.shared_numbers) or not self.takes_steps
+
+    def period_at(self, moment: Moment) -> int:
+        """Return the local steps of the next round of a synchronous method, at least 1."""
+        return moment.period
+
+    @property
+    def varies_period(self) -> bool:
+        """Whether the length of a round depends on the learning rate or the workers."""
+        return type(self).period_at is not Rule.period_at
 
     @property
     def tilts(self) -> bool:

@@ -273,6 +273,21 @@ CONFLICTS = (
         "cannot be auto with training.deterministic: it depends on measured times; give a number",
     ),
     Conflict(
+        "method.strategy",
+        lambda x: x.method.rule.varies_period and not x.method.is_sync,
+        "must be sync for {x.method.name}, whose period varies, got {x.method.strategy}",
+    ),
+    Conflict(
+        "method.period",
+        lambda x: x.method.rule.varies_period and x.method.finds_tuning,
+        "cannot be auto for {x.method.name}, whose period varies; give a number",
+    ),
+    Conflict(
+        "method.steps_by_speed",
+        lambda x: x.settings.steps_by_speed and x.method.rule.varies_period,
+        "has no meaning for {x.method.name}, whose period varies",
+    ),
+    Conflict(
         "method.steps_by_speed",
         lambda x: x.settings.steps_by_speed and not x.method.is_sync,
         "is for sync methods, not for {x.method.name}",

@@ -1,8 +1,15 @@
-"""Local SGD: local steps, then the mean of all replicas."""
+"""Local SGD: local steps, then the mean of all replicas; with periods that follow the rate."""
 
 from __future__ import annotations
 
+import math
+
+from raydl.core.rules import Moment
+from raydl.methods.options import between
 from raydl.methods.outer import Outer
+
+_LONGEST = 100_000
+"""Local steps of a round; the rate at the end of a run may be almost zero."""
 
 
 class LocalSGD(Outer):
@@ -13,3 +20,47 @@ class LocalSGD(Outer):
 
     name, source = "local-sgd", "local SGD, FedAvg"
     outer = (1.0, 0.0)
+
+
+class QSR(LocalSGD):
+    """local-sgd whose period grows with the square of the inverse learning rate.
+
+    tau = max(H, floor((g/eta)^2)), where H is method.period ; as local-sgd: c <- mean(x_i)
+
+    eta is the rate at the start of a round, and its peak during the warm-up. g belongs to the
+    optimizer: 0.0175 is the value for AdamW at a peak rate of 0.008; the period is H as long as
+    eta is above g/sqrt(H). (The quadratic synchronization rule, arXiv 2310.14423.)
+
+    Args:
+        growth: g, 0 or more.
+    """
+
+    name, period, source = "qsr", 4, "arXiv 2310.14423"
+
+    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, growth: float = 0.0175) -> None:
+        super().__init__(lr, momentum=momentum)
+        self.growth = between("growth", growth, 0, math.inf)
+
+    def period_at(self, moment: Moment) -> int:
+        """Return max(H, floor((g/eta)^2))."""
+        eta = moment.peak_lr if moment.is_warming_up else moment.lr
+        if eta * math.sqrt(_LONGEST) <= self.growth:
+            return max(moment.period, _LONGEST)
+        return max(moment.period, math.floor((self.growth / eta) ** 2))
+
+
+class PostLocalSGD(LocalSGD):
+    """local-sgd that averages after every step until the learning rate falls for the first time.
+
+    tau = 1 until the first cut of eta, then method.period ; as local-sgd: c <- mean(x_i)
+
+    The first cut is the first milestone of optimizer.lr_schedule step or plateau; cosine and linear
+    fall right after the warm-up. (arXiv 1808.07217.)
+    """
+
+    name, period, source = "post-local-sgd", 16, "arXiv 1808.07217"
+
+    def period_at(self, moment: Moment) -> int:
+        """Return 1 before the first cut, then the period."""
+        has_fallen = not moment.is_warming_up and moment.lr < moment.peak_lr
+        return moment.period if has_fallen else 1

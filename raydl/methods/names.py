@@ -18,7 +18,7 @@ from raydl.methods.easgd import (
 )
 from raydl.methods.fednova import FedNova
 from raydl.methods.heloco import HeLoCo
-from raydl.methods.local_sgd import LocalSGD
+from raydl.methods.local_sgd import QSR, LocalSGD, PostLocalSGD
 from raydl.methods.master_sgd import AsyncMSGD, AsyncSGD, HogwildMSGD, HogwildSGD
 from raydl.methods.scaffold import Scaffold
 from raydl.methods.slowmo import SlowMo
@@ -31,7 +31,7 @@ METHODS: dict[str, type[Rule]] = {
         OriginalEASGD, AsyncSGD, AsyncMSGD, HogwildSGD, HogwildMSGD, AsyncEASGD, AsyncMEASGD,
         EAMSGD, HogwildEASGD, HogwildMEASGD, SyncEASGD, SyncMEASGD, SyncSGD, SyncMSGD, LocalSGD,
         DiLoCo, MuLoCo, AsyncDiLoCo, SparseLoCo, StreamingDiLoCo, RestartedDiLoCo, SlowMo, FedNova,
-        Scaffold, DCASGD, HeLoCo,
+        Scaffold, DCASGD, HeLoCo, QSR, PostLocalSGD,
     )
 }  # fmt: skip
 """Every named method. Those of SC17 (arXiv 1708.02983) have their names there."""

@@ -151,6 +151,12 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
             f"cannot be {method.name}: its workers send gradients and only the center takes steps, "
             f"but your optimizer steps here; choose local-sgd with method.period 1",
         )
+    if method.rule.varies_period:
+        raise ConfigError(
+            "method.name",
+            f"cannot be {method.name} with raydl.attach: its period follows the learning rate of "
+            f"raydl's own loop, and yours sets its own",
+        )
     if method.rule.tilts:
         problem = (
             f"cannot be {method.name} with raydl.attach: it changes gradients before each step"

@@ -1,0 +1,109 @@
+"""Periods that follow the learning rate."""
+
+import dataclasses
+
+import pytest
+from ensembles import Ensemble, tiny_images
+from interruptions import assert_same_bits_after_an_interruption
+from scenarios import scenario_config
+
+from raydl.config import ExchangeConfig, MethodConfig, TrainConfig
+from raydl.core.reports import Outcome
+from raydl.core.rules import Moment
+from raydl.errors import ConfigError
+from raydl.methods import resolve
+from raydl.methods.local_sgd import QSR, LocalSGD, PostLocalSGD
+
+
+class ByMessages(LocalSGD):
+    """A rule of a user's, by messages."""
+
+    strategy = "async"
+
+    def period_at(self, moment):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("lr", "period"), [(1.0, 4), (0.5, 4), (0.4, 6), (0.1, 100), (1e-9, 100_000), (0.0, 100_000)]
+)
+def test_qsr_by_hand(lr, period):
+    """max(4, floor((1/eta)^2)): 1 and 4 give 4, 6.25 gives 6."""
+    assert QSR(growth=1.0).period_at(Moment(4, lr=lr, peak_lr=1.0)) == period
+
+
+def test_during_the_warm_up_qsr_has_the_period_of_the_peak():
+    moment = Moment(4, lr=1e-3, peak_lr=0.1, is_warming_up=True)
+    assert QSR(growth=1.0).period_at(moment) == 100
+
+
+def test_post_local_sgd_averages_every_step_until_the_first_cut():
+    periods = [
+        PostLocalSGD().period_at(Moment(16, lr=lr, peak_lr=1.0, is_warming_up=warm))
+        for lr, warm in ((0.2, True), (1.0, False), (0.1, False))
+    ]
+    assert periods == [1, 1, 16]
+
+
+def trained(method, *, fragments=1, options="", period=4, **optimizer):
+    """Train 24 steps of each of two workers with a cut of the rate at half; return the ensemble."""
+    exchange = ExchangeConfig(timeout_s=20.0, fragments=fragments)
+    config = scenario_config(method, steps=24, period=period, lr=0.1, exchange=exchange)
+    config = dataclasses.replace(
+        config,
+        method=dataclasses.replace(config.method, options=options),
+        optimizer=dataclasses.replace(
+            config.optimizer, lr_schedule="step", milestones="0.5", gamma=0.5, **optimizer
+        ),
+    )
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(600)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    return ensemble
+
+
+def rounds_of(ensemble):
+    return ensemble.newest.progress.round
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_the_rounds_of_a_run_follow_the_rate(fragments):
+    # 12 rounds of one step, then 3 of 4
+    assert rounds_of(trained("post-local-sgd", fragments=fragments)) == 15
+    # (0.2/0.1)^2 = 4: 3 rounds of 4 steps; (0.2/0.05)^2 = 16: one of 12
+    assert rounds_of(trained("qsr", fragments=fragments, options="growth=0.2")) == 4
+    assert rounds_of(trained("local-sgd", fragments=fragments)) == 6
+
+
+def test_every_sample_counts_once_however_long_the_rounds_are():
+    ensemble = trained("qsr", options="growth=0.2")
+    assert ensemble.newest.progress.num_samples == 24 * 2 * 3
+    assert [worker.local_step for worker in ensemble.workers] == [24, 24]
+
+
+@pytest.mark.parametrize("method", ["qsr", "post-local-sgd"])
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, method):
+    config = scenario_config(method, epochs=6, lr=0.05, period=2)
+    config = dataclasses.replace(
+        config,
+        method=dataclasses.replace(config.method, options="growth=0.05" * (method == "qsr")),
+        optimizer=dataclasses.replace(config.optimizer, lr_schedule="cosine", warmup=0.2),
+    )
+    assert_same_bits_after_an_interruption(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "sentence"),
+    [
+        ("qsr", {"period": "auto"}, "method.period cannot be auto for qsr, whose period varies"),
+        ("qsr", {"steps_by_speed": True}, "method.steps_by_speed has no meaning for qsr, whose"),
+        (
+            "test_varying_periods:ByMessages",
+            {},
+            "method.strategy must be sync for test_varying_periods:ByMessages, whose period var",
+        ),
+    ],
+)
+def test_settings_that_fix_the_period_are_refused(method, settings, sentence):
+    with pytest.raises(ConfigError) as caught:
+        resolve(TrainConfig(method=MethodConfig(name=method, **settings)))
+    assert str(caught.value).startswith(sentence)
