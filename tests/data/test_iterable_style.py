@@ -462,6 +462,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_after_a_worker_is_killed_the_others_go_on_with_new_shards_of_the_stream(
     four_cpus, tmp_path
 ):

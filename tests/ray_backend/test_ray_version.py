@@ -146,6 +146,7 @@ def _code_of(path):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_run_with_another_version_of_ray_trains_and_says_so_once(tmp_path):
     words = [
         "-c", OTHER_RAY, "train", "--data", "synthetic:64", "--model", "mlp", "--workers", "2",

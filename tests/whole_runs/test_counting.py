@@ -161,6 +161,7 @@ def write_csv(folder):
     return "--data", str(folder), "--target", "parity", "--input.stream", "always"
 
 
+@pytest.mark.slow
 def test_every_row_of_a_streamed_csv_counts_once_an_epoch_though_a_worker_is_killed(
     cluster, tmp_path
 ):

@@ -77,6 +77,7 @@ def test_a_run_ends_after_its_workers_and_center_are_killed_and_another_run_is_u
         assert broken.output.count("center was lost") >= 1
 
 
+@pytest.mark.slow
 def test_a_rebuilt_center_of_a_parameter_server_method_keeps_its_optimizers_momentum(
     four_cpus, tmp_path
 ):
@@ -100,6 +101,7 @@ def test_a_rebuilt_center_of_a_parameter_server_method_keeps_its_optimizers_mome
             assert 0 < kept <= newest + 3
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tmp_path):
     # Usual times are known after five reports, two a second; by then some 60 rounds have passed.
     # A round of 20 s is late on any machine: leaving a worker out costs two pauses, and a pause may
