@@ -280,8 +280,9 @@ def _predict_cost(
         and method.rule.ahead
         and method.strategy != "round_robin",  # a custom rule; the cost model hides nothing there
         step_s=workload.step_s,
-        num_bytes=workload.num_bytes,
+        num_bytes=_message_bytes(method, workload),
         batch_size=options.batch_size,
+        is_gathered=method.is_sync and (method.compression != "none" or not method.rule.sums),
         center_shards=1 if method.is_sync else options.center_shards,
     )
     predictions = [predict(plan, network, count) for count in counts]
@@ -294,6 +295,17 @@ def _predict_cost(
         if spot_plan
         else [],
     )
+
+
+def _message_bytes(method: Method, workload: _Workload) -> int:
+    """Return the bytes of a message; with a center elsewhere, the mean of message and answer."""
+    from raydl.core.codecs import parse_codec
+
+    num_lanes, codec = len(method.rule.lanes), parse_codec(method.compression)
+    buffers = workload.num_bytes - _FLOAT32_BYTES * workload.parameters
+    of_lane = codec.num_bytes(workload.parameters)
+    lanes = num_lanes * of_lane if method.is_sync else (num_lanes + 1) * of_lane // 2
+    return lanes + buffers
 
 
 def _as_dict(
@@ -349,7 +361,10 @@ def _print(
         "workers", "a step", "exchange", "hidden", "waiting", "samples/s", "scaling", "best period"
     )  # fmt: skip
     for cost in costs:
-        print(f"\n{cost.method}, period {cost.plan.period}{_allreduces(cost.predictions)}")
+        is_other = cost.plan.num_bytes != workload.num_bytes
+        size = f", {cost.plan.num_bytes / 1e6:,.3g} MB a message" if is_other else ""
+        how = "; gathered" if cost.plan.is_gathered else _allreduces(cost.predictions)
+        print(f"\n{cost.method}, period {cost.plan.period}{size}{how}")
         rows = [
             (
                 f"{p.num_workers:,}", *map(seconds_text, (p.step_s, p.exchange_s, p.hidden_s)),

@@ -9,6 +9,8 @@ H its part that overlaps the last gradient, a round takes
 The communication share, all waiting included, is (T - tau t) / T. An exchange takes
 
     sync           E = A(S, p)                          the cheapest all-reduce
+    sync, gathered E = (p - 1) (a + S b)                each rank receives all messages, as
+                                                        compressed ones
     async, hogwild E = max(2 (a + S b), p S b / k - Q)  the round trip, or the center's full links
     round robin    E = p (tau t + 2 (a + S b)) - tau t  one worker is active, all others wait
 
@@ -148,6 +150,8 @@ class Plan:
     """Samples in one step of one worker."""
     center_shards: int = 1
     """Nodes that share the center; must be 1 for sync."""
+    is_gathered: bool = False
+    """Whether each rank of a synchronous method receives all messages."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -179,7 +183,8 @@ class Prediction:
 
     num_workers: int
     algorithm: str
-    """The cheapest all-reduce, or ``center`` if each worker exchanges with the center alone."""
+    """The cheapest all-reduce, ``gather``, or ``center`` if each worker exchanges with the center
+    alone."""
     step_s: float
     """Seconds of a round divided by its local steps."""
     exchange_s: float
@@ -219,6 +224,8 @@ def predict(plan: Plan, network: Network, num_workers: int) -> Prediction:
 
 def _exchange_s(plan: Plan, network: Network, num_workers: int) -> tuple[str, float]:
     """Return (algorithm, E)."""
+    if plan.strategy == "sync" and plan.is_gathered:
+        return "gather", (num_workers - 1) * network.message_s(plan.num_bytes, local=False)
     if plan.strategy == "sync":
         return choose(plan.num_bytes, range(num_workers), network)
     round_trip_s = 2 * network.message_s(plan.num_bytes, local=False)

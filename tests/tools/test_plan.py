@@ -423,6 +423,22 @@ def test_the_command_prints_a_table_and_a_picture(capsys):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_a_method_sends_as_many_bytes_as_its_codec_and_its_lanes_say(capsys):
+    assert run_plan("--workers", "2:8", "--method", "diloco,sparse-loco,scaffold,dc-asgd") == 0
+    text = capsys.readouterr().out
+    assert "\ndiloco, period 50; summed by" in text
+    # of 431,080 values 64 of each 4,096 are sent, with 2 + 12 bits each
+    assert "\nsparse-loco, period 30, 0.0127 MB a message; gathered" in text
+    assert "\nscaffold, period 10, 3.45 MB a message; summed by" in text
+    assert "\ndc-asgd, period 1, 2.59 MB a message\n" in text
+
+
+def test_gathered_messages_cost_a_message_from_each_other_worker():
+    plan = make_plan(is_gathered=True, num_bytes=4, overlaps=False)
+    assert predict(plan, SLOW, 5).exchange_s == 4 * (2.0 + 4 * 0.5)
+    assert predict(plan, SLOW, 1).exchange_s == 0
+
+
 def test_a_plan_in_which_nobody_waits_says_so_in_place_of_equal_bars(capsys):
     assert cli.main(["plan", "--step-s", "1", "--workers", "2:8"]) == 0
     text = capsys.readouterr().out
