@@ -24,8 +24,9 @@ class TrainingPauses:
     """The times in which no worker trained, since the first local step."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, tuple[float, float]] = {}
-        """By worker, the time of its newest report, and how long it had computed by then."""
+        self._newest: dict[str, tuple[float, float, int]] = {}
+        """By worker, the time of its newest report, and how long and in how many local steps it had
+        computed by then."""
         self._until: float | None = None
         """The latest time at which a worker is known to have trained."""
         self._open: deque[tuple[float, float]] = deque()
@@ -39,17 +40,19 @@ class TrainingPauses:
             now: when it arrived, in seconds, by a clock that rises.
         """
         computed_s = report.time_parts.get(COMPUTING_PART, 0.0)
-        reported_at, computed_before_s = self._newest.get(report.worker_id, (-math.inf, 0.0))
-        self._newest[report.worker_id] = now, computed_s
+        before = self._newest.get(report.worker_id, (-math.inf, 0.0, 0))
+        reported_at, computed_before_s, steps_before = before
+        self._newest[report.worker_id] = now, computed_s, report.local_step
         if (trained_s := computed_s - computed_before_s) <= 0:
             return
         since_report_s = now - reported_at
         end = now - min(report.idle_s, since_report_s)
         begin = end - trained_s
         if since_report_s <= _BETWEEN_REPORTS_S:
-            # A computation that began before the last report may be followed by another one, and
-            # it does not say how long it waited between the two.
-            begin = min(reported_at, begin - (end - reported_at))
+            # The first of several computations may have begun before the last report, and none
+            # says how long it waited between them; nor, in a further one, when the last has ended.
+            is_one = report.local_step <= steps_before + 1 and report.idle_s > 0
+            begin = min(reported_at, begin if is_one else begin - (end - reported_at))
         self._add_training(begin, end)
 
     def keep_only(self, worker_ids: Collection[str]) -> None:

@@ -45,6 +45,20 @@ CASES = {
     "streaming diloco, int8": config(
         "diloco", period=4, exchange={"fragments": 2, "compression": "int8"}
     ),
+    "streaming-diloco": config("streaming-diloco", period=4, exchange={"fragments": 2, "delay": 1}),
+    "restarted-diloco": config("restarted-diloco", options="every=2"),
+    "muloco": config("muloco", optimizer={"lr": 0.01}),
+    "sparse-loco": config("sparse-loco", exchange={"compression": "chunk-topk:3/16"}),
+    "sparse-loco, as released": config("sparse-loco", options="merge='senders'"),
+    "slowmo": config("slowmo"),
+    "fednova": config("fednova"),
+    "scaffold": config("scaffold"),
+    "scaffold, staged": config("scaffold", exchange={"resident": False}),
+    "scaffold, fragments": config("scaffold", period=4, exchange={"fragments": 2, "delay": 1}),
+    "scaffold, int8": config("scaffold", exchange={"compression": "int8"}),
+    "scaffold, layer by layer": config("scaffold", exchange={"packed": False}),
+    "qsr": config("qsr", options="growth=0.2", optimizer={"lr": 0.1, "lr_schedule": "linear"}),
+    "post-local-sgd": config("post-local-sgd"),
 }
 
 

@@ -31,6 +31,7 @@ class Reports:
                 round=1,
                 records=(),
                 kept=(),
+                local_step=len(ended),
                 time_parts={"forward_backward": sum(b - a for a, b in ended)},
                 idle_s=0.0 if is_computing else now - last,
             ),
@@ -103,6 +104,7 @@ def test_the_longest_of_many_pauses_is_kept():
 
 
 @example(lengths=[(0.0, 0.0625), (1.0, 1.0), (0.0625, 0.0625)])
+@example(lengths=[(0.0, 1.0), (2.3, 0.3), (0.3, 0.05)])
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.01, 10)), min_size=1, max_size=12))
 def test_a_pause_is_never_longer_than_the_time_between_two_computations(lengths):
     """Of one worker; its computations do not overlap."""

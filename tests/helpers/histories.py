@@ -315,13 +315,17 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def config(method="local-sgd", *, period=2, optimizer=None, exchange=None, group_size=1, **more):
-    dynamic = more.pop("dynamic_weights", False)
+    dynamic, options = more.pop("dynamic_weights", False), more.pop("options", "")
     more.setdefault("batch_size", 2)
     if not {"steps", "seconds"} & set(more):
         more.setdefault("epochs", 3)
     return TrainConfig(
         method=MethodConfig(
-            name=method, period=period, group_size=group_size, dynamic_weights=dynamic
+            name=method,
+            period=period,
+            group_size=group_size,
+            dynamic_weights=dynamic,
+            options=options,
         ),
         training=TrainingConfig(**more),
         optimizer=OptimizerConfig(**(optimizer or {"lr": 0.1})),
