@@ -92,7 +92,7 @@ def settling(num_workers: int, num_turns: int) -> Values:
             completion = Completion(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
             message_id = MessageId(worker_id, 1, turn)
             push = Request(
-                message_id, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, completion
+                message_id, (0, 0), nothing, nothing, num_workers, 0.1, completion=completion
             )
             began = time.process_time()
             assignment = coordinator.settle(push)
@@ -496,7 +496,9 @@ def _growth_of_center(num_workers: int, hours: float) -> float:
             completion = Completion(Header(step_s=0.1), 10 * step, 640 * step, 0.1, 80)
             message_id = MessageId(worker_id, entered[worker_id], step)
             server.exchange(
-                Request(message_id, (0, 11), weights, nothing, num_workers, 640.0, 0.1, completion)
+                Request(
+                    message_id, (0, 11), weights, nothing, num_workers, 0.1, completion=completion
+                )
             )
         lost, newcomer = chance.randrange(num_workers), f"w{num_workers + number}"
         del entered[members[lost]], trained[members[lost]]
