@@ -248,7 +248,12 @@ def read_header(
     read = (
         np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     )
-    shape, _, dtype = read(content)
+    try:
+        shape, _, dtype = read(content)
+    except ValueError:
+        raise
+    except Exception as error:  # NumPy tokenizes headers that it cannot parse
+        raise ValueError(f"{name} has no header of NumPy's format: {error}") from error
     expected, found = math.prod(shape) * dtype.itemsize, num_bytes - content.tell()
     if min(shape, default=0) < 0 or (expected != found and not dtype.hasobject):
         raise ValueError(f"{name} must have {expected:,} bytes by its header, got {found:,}")

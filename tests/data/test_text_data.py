@@ -176,6 +176,16 @@ def test_a_truncated_npy_and_an_archive_named_npy_are_refused(tmp_path):
         read(archive)
 
 
+def test_a_header_that_numpy_tokenizes_is_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "train.npy"
+    np.save(path, np.arange(200, dtype=np.uint16))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"}")] = ord("{")  # NumPy looks for a header of Python 2 then
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"train.npy: is not a whole .npy file: it has no header"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["text:{}/none", "{}/none.txt", "text:{}", "text:{}/*.md"])
 def test_a_missing_text_is_reported(tmp_path, name):
     with pytest.raises(DataError, match=r"cannot be read|no file matches"):
