@@ -62,6 +62,15 @@ def test_pictures_may_be_tensors(cluster):
     assert labels.tolist() == [n % 4 for n in range(20)]
 
 
+def test_pictures_may_have_their_channels_first_as_from_torchvision(cluster):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 3, 8, 10), dtype=np.uint8)
+    rows = [{"image": p, "label": n % 2} for n, p in enumerate(pixels)]
+    data = ray.data.from_items(rows, override_num_blocks=4)
+    found = loaded({"train": data, "test": data}).train
+    assert found.shape.input_shape == (3, 8, 10)
+    assert np.array_equal(found.fetch(np.arange(20))[0].numpy(), pixels)
+
+
 def test_an_empty_dataset_is_reported_in_one_sentence(cluster):
     empty = table(20).limit(0)
     with pytest.raises(DataError, match=r"ray.data.Dataset: holds no rows"):
