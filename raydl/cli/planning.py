@@ -301,11 +301,12 @@ def _message_bytes(method: Method, workload: _Workload) -> int:
     """Return the bytes of a message; with a center elsewhere, the mean of message and answer."""
     from raydl.core.codecs import parse_codec
 
-    num_lanes, codec = len(method.rule.lanes), parse_codec(method.compression)
+    rule, codec = method.rule, parse_codec(method.compression)
+    num_lanes = sum(1 / rule.lane_rounds.get(lane, 1) for lane in rule.lanes)  # of a mean round
     buffers = workload.num_bytes - _FLOAT32_BYTES * workload.parameters
     of_lane = codec.num_bytes(workload.parameters)
-    lanes = num_lanes * of_lane if method.is_sync else (num_lanes + 1) * of_lane // 2
-    return lanes + buffers
+    lanes = num_lanes * of_lane if method.is_sync else (num_lanes + 1) * of_lane / 2
+    return int(lanes) + buffers
 
 
 def _as_dict(

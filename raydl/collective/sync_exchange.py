@@ -183,10 +183,20 @@ class _Sums:
         buffers: Tensor,
         header: Header,
         numbers: dict[str, float],
+        *,
+        lanes: Sequence[str] = (),
     ) -> None:
         """Turn sums over workers into sums over replicas, in place.
 
         The sums contain each replica once for each of the workers that share it.
+
+        Args:
+            num_workers: number of workers.
+            values: sums of the lanes, one after the other.
+            buffers: sums of the float buffers.
+            header: sums of the header.
+            numbers: sums of the rule's numbers.
+            lanes: names of the lanes; empty: all.
         """
         size = self._group_size
         num_replicas = num_workers // size
@@ -195,7 +205,8 @@ class _Sums:
             buffers.div_(size)
             numbers = {name: number / size for name, number in numbers.items()}
         self.header, self.now = header, Now(num_replicas, self._share_of_round())
-        self.mail = Mail(self._rule.lanes_of(values), num_replicas, header.weight / size, numbers)
+        sums = self._rule.lanes_of(values, lanes)
+        self.mail = Mail(sums, num_replicas, header.weight / size, numbers)
 
 
 class _Feedback:
@@ -279,19 +290,29 @@ class SyncExchange:
             None if feedback is None else _Feedback(feedback, center.rule, group.num_workers)
         )
         self._work: list[Work] = []
+        self._piece_sizes = pieces
         num_values = len(self._rule.lanes) * center.weights.numel()
-        num_buffers = center.buffers.numel()
+        assert pieces is None or sum(pieces) == num_values
+        rest = center.buffers.numel() + self._tail.size
+        self._memory = center.weights.new_zeros(num_values + rest)
+        self._lanes = self._rule.lanes
+        """Those of the newest message, in order."""
+        self._lay_out(num_values)
+
+    def _lay_out(self, num_values: int) -> None:
+        """Divide the memory for messages with so many values."""
+        num_buffers = self.center.buffers.numel()
         rest = num_buffers + self._tail.size
-        self._message = center.weights.new_zeros(num_values + rest)
-        self.num_bytes = self._message.nbytes
-        """Bytes of one exchange."""
+        message = self._memory[: num_values + rest]
+        self.num_bytes = message.nbytes
+        """Bytes of the newest message."""
         self._values, self._buffers, self._numbers = torch.split(
-            self._message, [num_values, num_buffers, self._tail.size]
+            message, [num_values, num_buffers, self._tail.size]
         )
-        self._pieces: tuple[Tensor, ...] = (self._message,)
-        if pieces is not None:
-            assert sum(pieces) == num_values
-            self._pieces = torch.split(self._message, [*pieces, rest])
+        self._pieces: tuple[Tensor, ...] = (message,)
+        if self._piece_sizes is not None:
+            num_sent = len(self._piece_sizes) * num_values // (len(self._memory) - rest)
+            self._pieces = torch.split(message, [*self._piece_sizes[:num_sent], rest])
 
     def begin(
         self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
@@ -301,6 +322,9 @@ class SyncExchange:
         values = toward_center(self._rule.joined(message), self.center.weights, distrust)
         if self._feedback is not None:
             values = self._feedback.complete(values, message.weight)
+        self._lanes = tuple(name for name in self._rule.lanes if name in message.lanes)
+        if values.numel() != self._values.numel():
+            self._lay_out(values.numel())
         self._values.copy_(values)
         if self._buffers.numel():
             self._buffers.copy_(buffers)
@@ -324,6 +348,7 @@ class SyncExchange:
             self._values,
             self._buffers,
             *self._tail.read(self._numbers.tolist()),
+            lanes=self._lanes,
         )
         return Arrival(self._sums.now, self._sums.header)
 
@@ -350,7 +375,6 @@ class StagedExchange:
         self, inner: SyncExchange | GatheredExchange, device: torch.device, time_parts: TimeParts
     ) -> None:
         self.span = inner.span
-        self.num_bytes = inner.num_bytes
         self._inner = inner
         self._parts = time_parts
         weights, buffers = inner.center.weights, inner.center.buffers
@@ -365,16 +389,23 @@ class StagedExchange:
         self._host = host_like(self.center.weights.new_empty(num_values))
         self._host_buffers = host_like(self.center.buffers)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the newest message."""
+        return self._inner.num_bytes
+
     def begin(
         self, message: Message, buffers: Tensor, header: Header, distrust: float = 0.0
     ) -> None:
         """Copy to the host and start the sum there."""
         rule = self._inner.center.rule
+        lanes = [name for name in rule.lanes if name in message.lanes]
+        host = self._host[: len(lanes) * self.center.weights.numel()]
         with self._parts.measure("host_device_parameters"):
-            self._host.copy_(toward_center(rule.joined(message), self.center.weights, distrust))
+            host.copy_(toward_center(rule.joined(message), self.center.weights, distrust))
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
-        on_host = replace(message, lanes=rule.lanes_of(self._host))
+        on_host = replace(message, lanes=rule.lanes_of(host, lanes))
         self._inner.begin(on_host, self._host_buffers, header)
 
     def wait(self) -> Arrival:

@@ -294,7 +294,11 @@ class SyncStrategy:
             self._make_exchange(center, span)
             for center, span in zip(self._centers, self._spans, strict=True)
         )
-        self._exchange_bytes = sum(exchange.num_bytes for exchange in self.exchanges)
+
+    @property
+    def _exchange_bytes(self) -> int:
+        """Bytes of this rank's newest message of each exchange."""
+        return sum(exchange.num_bytes for exchange in self.exchanges)
 
     def _release_claims(self) -> None:
         """Free the claims of lost workers.
@@ -508,7 +512,7 @@ class SyncStrategy:
             is_warming_up=share_done < optimizer.warmup,
             num_workers=num_workers,
         )
-        return max(1, rule.period_at(moment))
+        return rule.checked_period(moment)
 
     def _steps_kept(self) -> list[int]:
         """Return the local steps of each rank whose exchange failed, which the next one sends."""

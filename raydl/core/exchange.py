@@ -176,6 +176,8 @@ class StepPlan:
     """Header of the last exchange that begins."""
     overlap: bool = True
     """Whether weights are sent while the gradient is computed, rather than before."""
+    round: int = 0
+    """Number of the round of a synchronous method; some lanes travel in some rounds only."""
 
     @classmethod
     def around(
@@ -186,6 +188,7 @@ class StepPlan:
         *,
         make_header: Callable[[], Header],
         overlap: bool = True,
+        round: int = 0,
     ) -> StepPlan:
         """Return the plan of one local step.
 
@@ -195,12 +198,14 @@ class StepPlan:
             join: indices of the exchanges that take effect in the step.
             make_header: called only if the header is sent.
             overlap: whether weights are sent while the gradient is computed.
+            round: number of the round.
         """
         return cls(
             begin=tuple(exchanges[f] for f in begin),
             join=tuple(exchanges[f] for f in join),
             header=make_header() if len(exchanges) - 1 in begin else Header(),
             overlap=overlap,
+            round=round,
         )
 
 

@@ -347,6 +347,21 @@ def is_elementwise(config: OptimizerConfig, own: OwnOptimizer | None = None) -> 
     return _unwrapped(own) in [OPTIMIZERS[name] for name in ELEMENTWISE]
 
 
+def vectors_in_state(config: OptimizerConfig, own: OwnOptimizer | None = None) -> frozenset[str]:
+    """Return the names in the state of an optimizer of what has a value for each parameter.
+
+    Empty for one that is not elementwise, which may have other names for other parameters.
+    """
+    if not is_elementwise(config, own):
+        return frozenset()
+    sample = _sample()
+    optimizer = _over(sample, config, own)
+    optimizer.step()
+    [(_, tensor)] = sample
+    state = optimizer.state[tensor].items()
+    return frozenset(name for name, v in state if isinstance(v, Tensor) and v.shape == tensor.shape)
+
+
 def _unwrapped(own: OwnOptimizer) -> OwnOptimizer:
     while isinstance(own, functools.partial):
         own = own.func

@@ -36,6 +36,7 @@ from raydl.config import TrainingConfig
 from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan, toward_center
 from raydl.core.flat import FlatModel, is_finite
+from raydl.core.inner_state import read_state, write_state
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.core.rules import Message, ReplicaSpan, Rule, Travelled, squared_distance
 from raydl.core.tensor_files import view_of
@@ -214,7 +215,7 @@ class Replica:
         self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
         self._reached_sent: dict[int, tuple[int, ...]] = {}
         self._moves: list[tuple[Tensor, Tensor]] | None = None
-        """Since ``keep``: parts of weights and kept vectors, and what was subtracted from each."""
+        """Since ``keep``: parts of weights and of state, and what was subtracted from each."""
         self.num_steps = 0
         """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
@@ -225,7 +226,7 @@ class Replica:
 
     def _lane_memory(self) -> dict[str, Tensor]:
         """Return memory for each lane of a message, shape [num_parameters]."""
-        if len(self._rule.lanes) == 1 and not self._rule.keeps:
+        if len(self._rule.lanes) == 1 and not (self._rule.keeps or self._rule.inner):
             return {self._rule.lanes[0]: self._pull}  # free until the message has landed
         return {lane: torch.empty_like(self.flat.weights) for lane in self._rule.lanes}
 
@@ -350,7 +351,7 @@ class Replica:
             )
         replica = self._view(span)
         replica.x = self._weights_sent(exchange, step_plan)
-        out = {lane: memory[span] for lane, memory in self._lanes.items()}
+        out = {lane: self._lanes[lane][span] for lane in self._rule.lanes_at(step_plan.round)}
         return self._rule.compose(replica, center.weights, center.state, out)
 
     def _view(self, span: slice) -> ReplicaSpan:
@@ -362,6 +363,9 @@ class Replica:
             since=self._travelled - before,
             lr=self._lr,
             vectors={name: vector[span] for name, vector in self._vectors.items()},
+            inner=read_state(self._optimizer, self._rule.inner, self.flat.weights, span)
+            if self._optimizer
+            else {},
         )
 
     @property
@@ -383,8 +387,8 @@ class Replica:
     def _check_message(self, message: Message, exchange: Exchange, distrust: float) -> None:
         """Raise a StepError if a message or the float buffers must not reach the center."""
         center, sent = exchange.center, {}
-        for lane in self._rule.lanes:  # only weights, which are one lane, are distrusted
-            sent[lane] = toward_center(message.lanes[lane], center.weights, distrust)
+        for lane, values in message.lanes.items():  # only weights, one lane, are distrusted
+            sent[lane] = toward_center(values, center.weights, distrust)
         if center.buffers.numel():
             sent["float buffers"] = self.flat.buffers
         for name, values in sent.items():
@@ -546,13 +550,18 @@ class Replica:
         span, center = exchange.span, exchange.center
         replica = self._view(span)
         replica.since = self._begun[span.start] - self._arrived.get(span.start, self._dropped)
-        if self._rule.keeps:
-            replica.sent = arrival.sent or {lane: v[span] for lane, v in self._lanes.items()}
+        if self._rule.keeps or self._rule.inner:
+            travelled = self._rule.lanes_at(step_plan.round)
+            replica.sent = arrival.sent or {lane: self._lanes[lane][span] for lane in travelled}
         if self._rule.takes_steps and exchange not in step_plan.begin:
             replica.x_sent = self._weights_sent(exchange, step_plan)
         changed = [replica.x, *replica.vectors.values()]
         before = [tensor.clone() for tensor in changed] if self._moves is not None else []
         self._rule.land_(replica, center.weights, center.state, arrival.now)
+        if self._optimizer and self._rule.inner:
+            inner = write_state(self._optimizer, replica.inner, self.flat.weights, span)
+            if self._moves is not None:
+                self._moves.extend(inner)
         if center.buffers.numel():
             self.flat.buffers.copy_(center.buffers)
         if self._moves is not None:

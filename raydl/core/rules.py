@@ -15,6 +15,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -117,8 +119,8 @@ class Message:
     """What a replica sends of one span, as ``Rule.compose`` returns it."""
 
     lanes: Mapping[str, Tensor]
-    """A vector, shape [n], for each of ``Rule.lanes``; not changed by anyone until the exchange
-    has ended."""
+    """A vector, shape [n], for each lane that travels (``Rule.lanes_at``); not changed by anyone
+    until the exchange has ended."""
     weight: float = 1.0
     """What the message counts in the sum, at least 0."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -153,7 +155,8 @@ class Mail:
     """The messages that meet in one update of the center, as weighted sums."""
 
     sums: Mapping[str, Tensor]
-    """By lane, the sum of the messages, each times its weight, shape [n]; may be overwritten."""
+    """By lane that travelled, the sum of the messages, each times its weight, shape [n]; may be
+    overwritten."""
     count: int
     """Messages in the sums: p if all workers exchange at once, else 1."""
     weight: float
@@ -236,9 +239,12 @@ class ReplicaSpan:
     """What it keeps between messages, by the names in ``Rule.keeps``, shape [n]; at first zeros."""
     x_sent: Tensor | None = None
     """Its weights when the message was composed, shape [n]; None: no step was taken since."""
+    inner: Mapping[str, Tensor] = field(default_factory=dict)
+    """The vectors of its optimizer's state by the names in ``Rule.inner``, shape [n]; zeros before
+    its first step. What ``land_`` changes there is the optimizer's state from then on."""
     sent: Mapping[str, Tensor] = field(default_factory=dict)
     """The lanes of its newest message as the receivers decoded them, when it lands, for a rule
-    with ``keeps``."""
+    with ``keeps`` or ``inner``."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.vectors[name]
@@ -267,9 +273,13 @@ class Rule:
     Attributes:
         lanes: names of the vectors of a message.
         numbers: names of the numbers of a message, beside its weight.
+        lane_rounds: by lane, in every how many rounds it travels, if not in each; with uncompressed
+            messages of a synchronous method.
         sums: False: the center sees each message (``Mail.each``). They are gathered then, which
             costs p - 1 messages and the memory of p.
         keeps: names of vectors that each replica keeps between messages.
+        inner: names of vectors in the state of the optimizer of the local steps, such as
+            ``exp_avg`` of Adam, which the rule reads or changes.
         shared: names of vectors beside the center.
         shared_numbers: names of numbers beside the center.
         ahead: see ``AheadRule``; its replicas subtract ``pull`` and keep their own weights.
@@ -295,8 +305,10 @@ class Rule:
 
     lanes: tuple[str, ...] = ("progress",)
     numbers: tuple[str, ...] = ()
+    lane_rounds: Mapping[str, int] = MappingProxyType({})
     sums: bool = True
     keeps: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     shared_numbers: tuple[str, ...] = ()
     ahead: bool = False
@@ -336,7 +348,7 @@ class Rule:
             center: as this worker last received it, shape [n].
             state: what is beside that center; empty in methods in which the center is elsewhere
                 (those with messages).
-            out: by lane, memory for a vector, shape [n].
+            out: by lane that travels now, memory for a vector, shape [n].
         """
         return Message({"progress": torch.sub(center, replica.x, out=out["progress"])})
 
@@ -412,6 +424,21 @@ class Rule:
         """Return the local steps of the next round of a synchronous method, at least 1."""
         return moment.period
 
+    def checked_period(self, moment: Moment) -> int:
+        """Return ``period_at`` of a moment.
+
+        Raises:
+            ConfigError: if it is no whole number of at least 1.
+        """
+        period: Any = self.period_at(moment)
+        if not isinstance(period, Integral) or isinstance(period, bool) or period < 1:
+            raise ConfigError(
+                "method.name",
+                f"{type(self).__name__}.period_at() must return a whole number of at least 1, got "
+                f"{period!r} for {moment}",
+            )
+        return int(period)
+
     @property
     def varies_period(self) -> bool:
         """Whether the length of a round depends on the learning rate or the workers."""
@@ -422,16 +449,28 @@ class Rule:
         """Whether it changes the gradients of local steps."""
         return type(self).tilt_ is not Rule.tilt_
 
-    def lanes_of(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the lanes of a message whose lanes follow each other in one vector."""
-        return dict(zip(self.lanes, values.view(len(self.lanes), -1), strict=True))
+    def lanes_at(self, round: int) -> tuple[str, ...]:
+        """Return the lanes that travel in a round, counted from 0."""
+        return tuple(
+            lane for lane in self.lanes if (round + 1) % self.lane_rounds.get(lane, 1) == 0
+        )
+
+    def lanes_of(self, values: Tensor, names: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Return the lanes of a message whose lanes follow each other in one vector.
+
+        Args:
+            values: shape [num_lanes * n].
+            names: lanes of the message; empty: all.
+        """
+        names = names or self.lanes
+        return dict(zip(names, values.view(len(names), -1), strict=True))
 
     def joined(self, message: Message) -> Tensor:
         """Return the lanes of a message one after the other, shape [num_lanes * n].
 
         One lane is returned as it is.
         """
-        lanes = [message.lanes[name] for name in self.lanes]
+        lanes = [message.lanes[name] for name in self.lanes if name in message.lanes]
         return lanes[0] if len(lanes) == 1 else torch.cat(lanes)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, ScalingConfig, TrainConfig
 from raydl.core.codecs import parse_codec
-from raydl.core.optimizers import is_elementwise
+from raydl.core.optimizers import is_elementwise, vectors_in_state
 from raydl.errors import ConfigError
 from raydl.methods.easgd import Elastic, moving_rate_limit_in_turn
 
@@ -45,6 +45,13 @@ class Choice:
         self.wanted_workers = config.scaling.wanted()
         self.compression = method.compression
         self.is_compressed = parse_codec(method.compression).name != "none"
+
+    @property
+    def missing_inner(self) -> str:
+        """What the rule shares of the optimizer's state, and it does not keep; or empty."""
+        wanted = self.method.rule.inner
+        known = vectors_in_state(self.inner, self.method.own_optimizer) if wanted else ()
+        return " and ".join(name for name in wanted if name not in known)
 
     @property
     def uneven_count(self) -> int:
@@ -214,9 +221,10 @@ CONFLICTS = (
     ),
     Conflict(
         "exchange.compression",
-        lambda x: x.is_compressed and not x.method.rule.may_compress,
+        lambda x: not x.method.rule.may_compress,
         "must be none for {x.method.name}, got {x.compression}: a codec would change what the "
         "messages mean",
+        of_compression=True,
     ),
     Conflict(
         "optimizer.name",
@@ -229,6 +237,25 @@ CONFLICTS = (
         lambda x: x.needs_sgd and bool(x.inner.momentum),
         "must be 0 for {x.method.name}, got {x.inner.momentum}: it takes the mean gradient from "
         "the way that a replica has gone",
+    ),
+    Conflict(
+        "optimizer.name",
+        lambda x: bool(x.missing_inner),
+        "must keep {x.missing_inner} for {x.method.name}, as adam and adamw do, got "
+        "{x.inner.name}: the workers share the state of their optimizers",
+    ),
+    Conflict(
+        "method.strategy",
+        lambda x: bool(x.method.rule.lane_rounds) and not x.method.is_sync,
+        "must be sync for {x.method.name}, some of whose lanes travel in some rounds only, got "
+        "{x.method.strategy}",
+    ),
+    Conflict(
+        "exchange.compression",
+        lambda x: bool(x.method.rule.lane_rounds),
+        "must be none for {x.method.name}, some of whose lanes travel in some rounds only, got "
+        "{x.compression}",
+        of_compression=True,
     ),
     Conflict(
         "exchange.overlap",

@@ -27,6 +27,7 @@ from raydl.core.rules import (
     Letter,
     Mail,
     Message,
+    Moment,
     Now,
     ReplicaSpan,
     Rule,
@@ -42,7 +43,9 @@ _NUM_UPDATES = 16
 _SETTINGS: dict[str, type] = {
     "lanes": tuple,
     "numbers": tuple,
+    "lane_rounds": Mapping,
     "keeps": tuple,
+    "inner": tuple,
     "shared": tuple,
     "shared_numbers": tuple,
     "ahead": bool,
@@ -52,8 +55,15 @@ _SETTINGS: dict[str, type] = {
     "period": int,
 }
 """Attributes of a rule, and the type of each."""
-_NAMES = ("lanes", "numbers", "keeps", "shared", "shared_numbers")
+_NAMES = ("lanes", "numbers", "keeps", "inner", "shared", "shared_numbers")
 _NOW = Now(2)
+_MOMENTS = (
+    Moment(10, lr=0.0, peak_lr=0.1, is_warming_up=True),
+    Moment(10, lr=0.1, peak_lr=0.1, num_workers=2),
+    Moment(10, lr=1e-9, peak_lr=0.1),
+    Moment(10, lr=0.0, peak_lr=0.1),
+)
+"""The rate rises from 0, is at its peak, and falls to 0."""
 _SIMILARITY = 0.75
 _CPU = torch.device("cpu")
 
@@ -158,6 +168,9 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     _refuse_state(tried, before, name, "pull")
     _try_updates(tried, name, values, least=least_updates)
     _refuse_state(tried, before, name, "merge_")
+    for moment in _MOMENTS:
+        tried.checked_period(moment)
+    _refuse_state(tried, before, name, "period_at")
 
 
 def _class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
@@ -193,12 +206,30 @@ def _check_names(rule: Rule, name: str) -> None:
     if not rule.lanes or (is_simple and len(rule.lanes) != 1):
         wanted = "one name, since it sends its weights or gradients" if is_simple else "names"
         raise ConfigError("method.name", f"{name}.lanes must have {wanted}, got {rule.lanes!r}")
+    _check_lane_rounds(rule, name)
     if rule.ahead and not rule.takes_steps:
         raise ConfigError(
             "method.name",
             f"{name} cannot have ahead = True and takes_steps = False: a gradient is known only "
             f"after the step",
         )
+
+
+def _check_lane_rounds(rule: Rule, name: str) -> None:
+    """Raise a ConfigError unless each lane travels in every so many rounds, and one in each."""
+    every: Any = rule.lane_rounds
+    is_valid = isinstance(every, Mapping) and all(
+        lane in rule.lanes and isinstance(n, int) and n >= 1 for lane, n in every.items()
+    )
+    if not is_valid or not any(every.get(lane, 1) == 1 for lane in rule.lanes):
+        raise ConfigError(
+            "method.name",
+            f"{name}.lane_rounds must have a whole number of rounds for some of the lanes "
+            f"{[*rule.lanes]}, and leave at least one lane in each round, got {every!r}",
+        )
+    if every and not rule.sums:
+        problem = f"{name}.sums must be True, since some lanes travel in some rounds only"
+        raise ConfigError("method.name", problem)
 
 
 def _check_methods(rule: Rule, name: str) -> None:
@@ -237,21 +268,28 @@ def _trial_state(rule: Rule, like: Tensor) -> State:
 def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
     """Compose a message twice: both are equal, fit the lanes, and change nothing."""
     messages = []
-    for _ in range(2):
+    rounds = (
+        (-1, -1, 0) if rule.lane_rounds else (-1, -1)
+    )  # all lanes twice, and those of the first
+    for lanes in map(rule.lanes_at, rounds):
         kept = {name: torch.zeros_like(values) for name in rule.keeps}
-        replica = ReplicaSpan(values.clone(), values.roll(1), Travelled(8.0, 2, 0.2), 0.1, kept)
+        inner = {name: values.abs() for name in rule.inner}
+        replica = ReplicaSpan(
+            values.clone(), values.roll(1), Travelled(8.0, 2, 0.2), 0.1, kept, inner=inner
+        )
         # With messages a worker does not have what is beside the center.
         state = _trial_state(rule, values) if rule.strategy == "sync" else State()
         center, given = values.flip(0), copy.deepcopy(state)
-        out = {lane: torch.full_like(values, torch.nan) for lane in rule.lanes}
+        out = {lane: torch.full_like(values, torch.nan) for lane in lanes}
         message: Any = rule.compose(replica, center, state, out)
-        _check_message(rule, name, message, values)
+        _check_message(rule, name, message, values, lanes)
         if not (
             torch.equal(replica.x, values)
             and torch.equal(replica.gradient, values.roll(1))
             and torch.equal(center, values.flip(0))
             and _is_same(state, given)
             and not any(bool(vector.any()) for vector in kept.values())
+            and all(torch.equal(vector, values.abs()) for vector in inner.values())
         ):
             raise ConfigError(
                 "method.name",
@@ -259,18 +297,22 @@ def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
                 f"may fail; write into out",
             )
         messages.append(copy.deepcopy(message))
-    if not _is_same(*messages):
+    if not _is_same(*messages[:2]):
         problem = f"{name}.compose() must return the same message for the same replica"
         raise ConfigError("method.name", problem)
 
 
-def _check_message(rule: Rule, name: str, message: Any, values: Tensor) -> None:
+def _check_message(
+    rule: Rule, name: str, message: Any, values: Tensor, lanes: tuple[str, ...]
+) -> None:
     """Raise a ConfigError if a message does not fit what its rule declares."""
     if not isinstance(message, Message):
         problem = f"{name}.compose() must return a raydl.core.rules.Message, got {message!r}"
         raise ConfigError("method.name", problem)
-    if message.lanes.keys() != set(rule.lanes):
-        problem = f"{name}.compose() must return lanes {[*rule.lanes]}, got {[*message.lanes]}"
+    if message.lanes.keys() != set(lanes):
+        problem = f"{name}.compose() must return lanes {[*lanes]}, got {[*message.lanes]}"
+        if rule.lane_rounds:
+            problem += "; those that travel now are in out"
         raise ConfigError("method.name", problem)
     for lane, vector in message.lanes.items():
         _refuse_other_shape(f"{name}.compose() must return {lane} as", vector, values)
@@ -315,7 +357,7 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
         state.step_along_ = _sgd_at(center)
     count = 2 if rule.strategy == "sync" else 1
     for number in range(_NUM_UPDATES):
-        sums = {lane: values.roll(number + i) for i, lane in enumerate(rule.lanes)}
+        sums = {lane: values.roll(number + i) for i, lane in enumerate(rule.lanes_at(number))}
         weight = float(count) if rule.takes_steps else 8.0
         numbers = dict.fromkeys(rule.numbers, weight)
         letters = [Letter({k: v / count for k, v in sums.items()}, weight / count)] * count

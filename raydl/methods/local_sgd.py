@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 
 from raydl.core.rules import Moment
-from raydl.methods.options import between
+from raydl.methods.options import at_least, between
 from raydl.methods.outer import Outer
-
-_LONGEST = 100_000
-"""Local steps of a round; the rate at the end of a run may be almost zero."""
 
 
 class LocalSGD(Outer):
@@ -25,27 +22,38 @@ class LocalSGD(Outer):
 class QSR(LocalSGD):
     """local-sgd whose period grows with the square of the inverse learning rate.
 
-    tau = max(H, floor((g/eta)^2)), where H is method.period ; as local-sgd: c <- mean(x_i)
+    tau = max(H, min(L, floor((g/eta)^2))), where H is method.period ; then c <- mean(x_i)
 
     eta is the rate at the start of a round, and its peak during the warm-up. g belongs to the
     optimizer: 0.0175 is the value for AdamW at a peak rate of 0.008; the period is H as long as
-    eta is above g/sqrt(H). (The quadratic synchronization rule, arXiv 2310.14423.)
+    eta is above g/sqrt(H). (The quadratic synchronization rule, arXiv 2310.14423.) The limit L is
+    ours: evaluation, checkpoints and workers that join wait for the end of a round, and at the end
+    of a schedule the rate is almost zero.
 
     Args:
         growth: g, 0 or more.
+        longest: L, local steps.
     """
 
     name, period, source = "qsr", 4, "arXiv 2310.14423"
 
-    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, growth: float = 0.0175) -> None:
+    def __init__(
+        self,
+        lr: float = 1.0,
+        *,
+        momentum: float = 0.0,
+        growth: float = 0.0175,
+        longest: int = 1000,
+    ) -> None:
         super().__init__(lr, momentum=momentum)
         self.growth = between("growth", growth, 0, math.inf)
+        self.longest = at_least("longest", longest, 1)
 
     def period_at(self, moment: Moment) -> int:
-        """Return max(H, floor((g/eta)^2))."""
+        """Return max(H, min(L, floor((g/eta)^2)))."""
         eta = moment.peak_lr if moment.is_warming_up else moment.lr
-        if eta * math.sqrt(_LONGEST) <= self.growth:
-            return max(moment.period, _LONGEST)
+        if eta * math.sqrt(self.longest) <= self.growth:
+            return max(moment.period, self.longest)
         return max(moment.period, math.floor((self.growth / eta) ** 2))
 
 

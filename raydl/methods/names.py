@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from raydl.core.rules import Rule
+from raydl.methods.cgad import CGAD
 from raydl.methods.data_parallel import SyncMSGD, SyncSGD
 from raydl.methods.dc_asgd import DCASGD
+from raydl.methods.demo import DeMo
+from raydl.methods.des_loc import DESLOC
 from raydl.methods.diloco import AsyncDiLoCo, DiLoCo, MuLoCo, RestartedDiLoCo
 from raydl.methods.easgd import (
     EAMSGD,
@@ -31,7 +34,7 @@ METHODS: dict[str, type[Rule]] = {
         OriginalEASGD, AsyncSGD, AsyncMSGD, HogwildSGD, HogwildMSGD, AsyncEASGD, AsyncMEASGD,
         EAMSGD, HogwildEASGD, HogwildMEASGD, SyncEASGD, SyncMEASGD, SyncSGD, SyncMSGD, LocalSGD,
         DiLoCo, MuLoCo, AsyncDiLoCo, SparseLoCo, StreamingDiLoCo, RestartedDiLoCo, SlowMo, FedNova,
-        Scaffold, DCASGD, HeLoCo, QSR, PostLocalSGD,
+        Scaffold, DESLOC, DCASGD, CGAD, HeLoCo, DeMo, QSR, PostLocalSGD,
     )
 }  # fmt: skip
 """Every named method. Those of SC17 (arXiv 1708.02983) have their names there."""

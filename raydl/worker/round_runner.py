@@ -401,6 +401,7 @@ class RoundRunner:
             join,
             make_header=self._make_header,
             overlap=self._method.overlap,
+            round=self.entered().version,
         )
 
     def _make_header(self) -> Header:

@@ -162,6 +162,12 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
             f"cannot be {method.name} with raydl.attach: it changes gradients before each step"
         )
         raise ConfigError("method.name", problem)
+    if method.rule.inner:
+        raise ConfigError(
+            "method.name",
+            f"cannot be {method.name} with raydl.attach: it shares the state of raydl's own "
+            f"optimizer, and yours has its own",
+        )
     if method.finds_tuning:
         raise ConfigError("method.period", "must be a number with raydl.attach, got auto")
     if config.method.steps_by_speed:

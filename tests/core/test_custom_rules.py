@@ -3,6 +3,7 @@
 import functools
 import re
 import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -157,6 +158,18 @@ class ReturnsNothing(OtherLane):
         torch.sub(center, replica.x, out=out["difference"])
 
 
+class Silent(Progress):
+    lane_rounds: ClassVar = {"progress": 2}
+
+
+class Deaf(Progress):
+    lanes = ("progress", "other")
+    lane_rounds: ClassVar = {"other": 3}
+
+    def compose(self, replica, center, state, out):
+        return Message({lane: replica.x.clone() for lane in self.lanes})
+
+
 class WrongLane(OtherLane):
     def compose(self, replica, center, state, out):
         return Message({"progress": replica.x})
@@ -232,6 +245,8 @@ def check_like_a_run(rule, num_parameters=12):
         (TwoWeights, "TwoWeights.lanes must have one name, since it sends its weights or gradi"),
         (OtherLane, "OtherLane has no compose() (docs/algorithms.md)"),
         (ReturnsNothing, "ReturnsNothing.compose() must return a raydl.core.rules.Message, got No"),
+        (Silent, "Silent.lane_rounds must have a whole number of rounds for some of the lanes ['p"),
+        (Deaf, "Deaf.compose() must return lanes ['progress'], got ['progress', 'other']; those"),
         (WrongLane, "WrongLane.compose() must return lanes ['difference'], got ['progress']"),
         (Half, "Half.compose() must return difference as torch.float32 of shape [6], got torch.f"),
         (Undeclared, "Undeclared.compose() must return numbers [], got ['rate']"),

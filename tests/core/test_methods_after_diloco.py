@@ -18,7 +18,10 @@ from raydl.core.reports import Outcome
 from raydl.core.rules import Letter, Mail, Now, ReplicaSpan, State, Travelled
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.methods import resolve
+from raydl.methods.cgad import CGAD
 from raydl.methods.dc_asgd import DCASGD
+from raydl.methods.demo import DeMo, cosine_transform
+from raydl.methods.des_loc import DESLOC
 from raydl.methods.diloco import RestartedDiLoCo
 from raydl.methods.fednova import FedNova
 from raydl.methods.heloco import HeLoCo
@@ -35,15 +38,15 @@ def replica_at(rule, *values, steps=1, rates=1.0, lr=1.0, samples=1.0):
     return ReplicaSpan(x, x, Travelled(samples, steps, rates), lr, vectors)
 
 
-def meet(center, *replicas, now=None):
+def meet(center, *replicas, now=None, lanes=None):
     """Exchange replicas with a center, as a synchronous method does; the replicas land."""
     rule, state = center.rule, center.state
-    messages = []
+    messages, lanes = [], lanes or rule.lanes
     for replica in replicas:
-        out = {lane: torch.empty_like(replica.x) for lane in rule.lanes}
+        out = {lane: torch.empty_like(replica.x) for lane in lanes}
         messages.append(rule.compose(replica, center.weights, state, out))
         replica.sent = {name: values.clone() for name, values in messages[-1].lanes.items()}
-    sums = {lane: sum(m.lanes[lane] * m.weight for m in messages) for lane in rule.lanes}
+    sums = {lane: sum(m.lanes[lane] * m.weight for m in messages) for lane in lanes}
     numbers = {n: sum(m.numbers[n] * m.weight for m in messages) for n in rule.numbers}
     weight = sum(m.weight for m in messages)
     now = now or Now(len(replicas))
@@ -166,6 +169,117 @@ def test_heloco_begins_as_diloco_with_a_part_of_each_message():
     center = center_at(HeLoCo(0.5, momentum=0.5), 10)
     meet(center, replica_at(center.rule, 6), now=Now(4))
     assert center.weights.item() == 8.5
+
+
+def test_cgad_by_hand():
+    """D = 4, p = 2, so c = 10 - 1/4 * 4/(4 + 1) = 9.8 ; then D = 0: m = 2/3 * 2, v = 16/3 * 4.
+
+    n = 1: m = 2 and v = 4 are corrected by 1 - 1/2 and 1 - 3/4, to 4 and 16.
+    n = 2: m = 1 and v = 3 are corrected by 3/4 and 7/16, to 4/3 and 48/7.
+    """
+    center = center_at(CGAD(0.5, momentum=0.5, second=0.75, eps=1.0), 10)
+    meet(center, replica_at(center.rule, 6), now=Now(2))
+    assert center.weights.item() == pytest.approx(9.8)
+    meet(center, replica_at(center.rule, 9.8), now=Now(2))
+    assert center.weights.item() == pytest.approx(9.8 - 0.25 * (4 / 3) / ((48 / 7) ** 0.5 + 1))
+
+
+def test_progress_counts_the_less_for_cgad_the_older_it_is():
+    rule = CGAD(decay=0.1, cutoff=16)
+    assert [rule.worth(0), rule.worth(16), rule.worth(100)] == [1, 0, 0]
+    assert rule.worth(8) == pytest.approx(0.5 * np.exp(-0.8))
+    center = center_at(rule, 10)
+    meet(center, replica_at(rule, 6), now=Now(2, staleness=16))
+    assert center.weights.item() == 10
+
+
+def test_part_of_a_round_is_part_of_a_step_of_cgad():
+    whole, parts = (center_at(CGAD(0.5, eps=1.0), 10) for _ in range(2))
+    meet(whole, replica_at(whole.rule, 9))
+    for _ in range(2):
+        at = parts.weights.item()
+        meet(parts, replica_at(parts.rule, at - 1), now=Now(1, share_of_round=0.5))
+    moved = [10 - whole.weights.item(), 10 - parts.weights.item()]
+    assert moved[1] == pytest.approx(moved[0], rel=0.1)
+
+
+def adam_after(rounds, **exchange):
+    """Train two workers with DES-LOC for some rounds; return how far u and v are apart."""
+    exchange = ExchangeConfig(timeout_s=20.0, **exchange)
+    config = scenario_config("des-loc", steps=4 * rounds, lr=0.01, period=4, exchange=exchange)
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(600)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert ensemble.newest.progress.round == rounds
+    states = [worker.replica.state_dict()["optimizer"]["state"] for worker in ensemble.workers]
+    return tuple(
+        sum(float((one[i][name] - other[i][name]).abs().max()) for i in one)
+        for one, other in [states]
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+
+
+@pytest.mark.parametrize("exchange", [{}, {"packed": False}, {"resident": False}])
+def test_des_loc_averages_u_in_every_third_and_v_in_every_sixth_exchange(exchange):
+    apart = {rounds: adam_after(rounds, **exchange) for rounds in (2, 3, 6)}
+    assert [gap > 0 for gap in apart[2]] == [True, True]
+    assert [gap > 0 for gap in apart[3]] == [False, True]
+    assert apart[6] == (0, 0)
+
+
+def test_the_fragments_of_des_loc_land_at_different_steps():
+    assert all(gap > 0 for gap in adam_after(6, fragments=2))
+
+
+def test_des_loc_by_hand():
+    """D = 1 and 3, c = 10 - 2 = 8; u = 2 and 4, so both have 3; v does not travel."""
+    center = center_at(DESLOC(), 10)
+    replicas = [replica_at(center.rule, x) for x in (9, 7)]
+    for replica, u in zip(replicas, (2.0, 4.0), strict=True):
+        replica.inner = {
+            "exp_avg": torch.tensor([u], dtype=torch.float64),
+            "exp_avg_sq": torch.tensor([u], dtype=torch.float64),
+        }
+    meet(center, *replicas, lanes=center.rule.lanes_at(2))
+    assert [replica.x.item() for replica in replicas] == [8, 8]
+    assert [replica.inner["exp_avg"].item() for replica in replicas] == [3, 3]
+    assert [replica.inner["exp_avg_sq"].item() for replica in replicas] == [2, 4]
+
+
+def test_des_loc_counts_the_bytes_that_each_round_sends():
+    """Rounds of 1, 1, 2, 1, 1 and 3 vectors: nine in six rounds, and what belongs to each."""
+    sent = {}
+    for method in ("des-loc", "local-sgd"):
+        config = scenario_config(method, steps=24, period=4)
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(name="adamw", lr=0.01))
+        ensemble = Ensemble(config, num_workers=2, images=tiny_images(600)).join()
+        ensemble.run()
+        sent[method] = ensemble.newest.progress.num_bytes
+    vector = 4 * ensemble.flat.num_parameters
+    assert sent["des-loc"] - sent["local-sgd"] == 2 * 3 * vector
+
+
+def test_demo_steps_by_the_sign_of_the_mean_over_those_who_sent_a_place_by_hand():
+    """Less than a chunk is not transformed. Place 0: 3 and -1, so +; 1: -2 alone; 2: nobody."""
+    center = center_at(DeMo(), 0, 0, 0)
+    letters = [
+        Letter({"coefficients": torch.tensor(sent, dtype=torch.float64)}, 4.0)
+        for sent in ([3.0, 0.0, 0.0], [-1.0, -2.0, 0.0])
+    ]
+    mail = Mail({"coefficients": torch.zeros(3)}, 2, 8.0, {}, letters)
+    center.apply_(mail, NO_BUFFERS, Now(2))
+    assert center.weights.tolist() == [-0.5, 0.5, 0]
+
+
+def test_the_cosine_transform_is_that_of_its_definition_and_its_inverse_undoes_it():
+    values = torch.tensor(np.random.default_rng(0).standard_normal(64 * 3 + 5))
+    coefficients = cosine_transform(values, out=torch.empty_like(values))
+    k, n = np.arange(64)[:, None], np.arange(64)
+    waves = np.cos(np.pi * k * (2 * n + 1) / 128) * np.where(k == 0, 1 / 8, 2**0.5 / 8)
+    wanted = waves @ values[64:128].numpy()
+    assert np.allclose(coefficients[64:128].numpy(), wanted)
+    assert torch.equal(coefficients[-5:], values[-5:])
+    back = cosine_transform(coefficients, out=torch.empty_like(values), inverse=True)
+    assert torch.allclose(back, values)
 
 
 def test_fednova_counts_a_worker_that_took_no_step_as_one_that_stayed():
@@ -344,6 +458,13 @@ def test_a_method_has_its_own_codec_unless_another_is_named():
         ("dc-asgd", {"exchange": {"compression": "int8"}}, "exchange.compression must be none fo"),
         ("scaffold", {"optimizer": {"name": "adamw"}}, "optimizer.name must be sgd for scaffold"),
         ("scaffold", {"optimizer": {"momentum": 0.9}}, "optimizer.momentum must be 0 for scaffo"),
+        (
+            "des-loc",
+            {"optimizer": {"name": "sgd", "momentum": 0.9}},
+            "optimizer.name must keep exp_avg and exp_avg_sq for des-loc, as adam and adamw do, g",
+        ),
+        ("des-loc", {"optimizer": {"name": "muon"}}, "optimizer.name must keep exp_avg and exp"),
+        ("des-loc", {"exchange": {"compression": "int8"}}, "exchange.compression must be none for"),
     ],
 )
 def test_settings_that_a_method_cannot_bear_are_refused(name, settings, sentence):
@@ -379,7 +500,16 @@ def test_scaffold_finds_the_optimum_where_local_sgd_stops_beside_it():
 
 @pytest.mark.parametrize(
     "method",
-    ["sparse-loco", "streaming-diloco", "restarted-diloco", "slowmo", "fednova", "scaffold"],
+    [
+        "sparse-loco",
+        "streaming-diloco",
+        "restarted-diloco",
+        "slowmo",
+        "fednova",
+        "scaffold",
+        "demo",
+        "des-loc",
+    ],
 )
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, method):
     exchange = ExchangeConfig(fragments=2, delay=1, timeout_s=20.0)

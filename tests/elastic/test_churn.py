@@ -59,6 +59,12 @@ CASES = {
     "scaffold, layer by layer": config("scaffold", exchange={"packed": False}),
     "qsr": config("qsr", options="growth=0.2", optimizer={"lr": 0.1, "lr_schedule": "linear"}),
     "post-local-sgd": config("post-local-sgd"),
+    "des-loc": config("des-loc", optimizer={"lr": 0.01}),
+    "des-loc, layer by layer": config("des-loc", exchange={"packed": False}),
+    "des-loc, staged fragments": config(
+        "des-loc", period=4, exchange={"fragments": 2, "delay": 1, "resident": False}
+    ),
+    "demo": config("demo", optimizer={"lr": 0.01}),
 }
 
 

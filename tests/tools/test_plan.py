@@ -424,12 +424,15 @@ def test_the_command_prints_a_table_and_a_picture(capsys):
 
 
 def test_a_method_sends_as_many_bytes_as_its_codec_and_its_lanes_say(capsys):
-    assert run_plan("--workers", "2:8", "--method", "diloco,sparse-loco,scaffold,dc-asgd") == 0
+    assert (
+        run_plan("--workers", "2:8", "--method", "diloco,sparse-loco,scaffold,des-loc,dc-asgd") == 0
+    )
     text = capsys.readouterr().out
     assert "\ndiloco, period 50; summed by" in text
     # of 431,080 values 64 of each 4,096 are sent, with 2 + 12 bits each
     assert "\nsparse-loco, period 30, 0.0127 MB a message; gathered" in text
     assert "\nscaffold, period 10, 3.45 MB a message; summed by" in text
+    assert "\ndes-loc, period 10, 2.59 MB a message; summed by" in text
     assert "\ndc-asgd, period 1, 2.59 MB a message\n" in text
 
 

@@ -527,6 +527,7 @@ def optimizer_of_no_model():
         ({"method": "sync-sgd"}, "choose local-sgd with method.period 1"),
         ({"method": "qsr"}, "method.name cannot be qsr with raydl.attach: its period follows the"),
         ({"method": "scaffold"}, "method.name cannot be scaffold with raydl.attach: it changes"),
+        ({"method": "des-loc"}, "method.name cannot be des-loc with raydl.attach: it shares the"),
         ({"method": "test_user_loop:Descends"}, "choose local-sgd with method.period 1"),
         ({"num_workers": 0}, "num_workers must be 1 or more, got 0"),
         (
