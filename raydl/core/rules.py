@@ -431,7 +431,8 @@ class Rule:
             ConfigError: if it is no whole number of at least 1.
         """
         period: Any = self.period_at(moment)
-        if not isinstance(period, Integral) or isinstance(period, bool) or period < 1:
+        is_number = isinstance(period, Integral) and period is not True
+        if not is_number or period < 1:
             raise ConfigError(
                 "method.name",
                 f"{type(self).__name__}.period_at() must return a whole number of at least 1, got "

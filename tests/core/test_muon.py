@@ -248,7 +248,10 @@ def test_another_optimizer_under_muloco_has_its_own_defaults():
 
 def test_methods_name_sgd_unless_they_say_otherwise():
     names = {name: method_of(name).inner.name for name in METHODS}
-    assert {name for name, optimizer in names.items() if optimizer != "sgd"} == {"muloco"}
+    assert {name for name, optimizer in names.items() if optimizer != "sgd"} == {
+        "des-loc",
+        "muloco",
+    }
     assert method_of("diloco", name="muon").inner.momentum is None, "that of Muon itself"
 
 
