@@ -59,6 +59,8 @@ def _description(kind: type[Rule]) -> str:
     options = ",".join(f"{name}={value!r}" for name, value in options_of(kind).items())
     defaults += [f"--method.options {options}"] if options else []
     defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
+    defaults += [f"--fragments {kind.fragments}"] if kind.fragments > 1 else []
+    defaults += [f"--exchange-delay {kind.delay}"] if kind.delay else []
     first, _, rest = equation.partition("\n\n")
     is_said = first.replace("\n", " ").rstrip(".") == kind.sentence()
     return (

@@ -245,10 +245,8 @@ class SyncStrategy:
 
     def _first_tuning(self, chosen: ExchangeTuning | None) -> tuple[ExchangeTuning, Choice | None]:
         """Return the user's exchange tuning, or the one that earlier workers chose."""
-        context, settings = self._context, self._config.exchange
-        users = ExchangeTuning(
-            context.method.period, settings.delay, context.method.compression, settings.fragments
-        )
+        context, method = self._context, self._context.method
+        users = ExchangeTuning(method.period, method.delay, method.compression, method.fragments)
         # A resumed run may have a fixed period now, and then ignores the choice.
         if chosen is None or chosen == users or not context.method.finds_tuning:
             return users, None

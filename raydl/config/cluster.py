@@ -165,10 +165,12 @@ class ExchangeConfig:
 
     timeout_s: float = 60.0
     """Longest wait for the other workers in one exchange, in seconds."""
-    fragments: int = field(default=1, metadata={"flag": "fragments"})
-    """Fragments of the parameters, exchanged in turn at different steps of a period."""
-    delay: int = field(default=0, metadata={"flag": "exchange-delay"})
-    """Local steps from the start of an exchange to its effect; 0 hides it behind one gradient."""
+    fragments: int | None = field(default=None, metadata={"flag": "fragments"})
+    """Fragments of the parameters, exchanged in turn at different steps of a period; unset: the
+    method's default, mostly 1."""
+    delay: int | None = field(default=None, metadata={"flag": "exchange-delay"})
+    """Local steps from the start of an exchange to its effect; 0 hides it behind one gradient;
+    unset: the method's default, mostly 0."""
     overlap: bool | None = None
     """Send weights while the gradient is computed (EASGD3); unset: the method's default."""
     packed: bool = True
@@ -190,5 +192,6 @@ class ExchangeConfig:
             raise UnknownNameError("exchange.allreduce", self.allreduce, ALLREDUCES)
         for name, least in (("fragments", 1), ("delay", 0), ("center_shards", 1)):
             value = getattr(self, name)
-            require(value >= least, f"exchange.{name}", f"{least} or more", value)
+            is_valid = value is None or value >= least  # None: the method decides
+            require(is_valid, f"exchange.{name}", f"{least} or more", value)
         require_positive("exchange.timeout_s", self.timeout_s, "a positive number of seconds")

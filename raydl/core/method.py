@@ -39,6 +39,10 @@ class Method:
     """Optimizer of the workers; its momentum is 0 if the momentum is at the center."""
     compression: str = "none"
     """The codec of its messages; see ``raydl.core.codecs``."""
+    fragments: int = 1
+    """Parts of the parameters, each exchanged at another step of the period."""
+    delay: int = 0
+    """Local steps from the start of an exchange to its effect."""
     own_optimizer: OwnOptimizer | None = None
     """The user's optimizer function, which replaces the named optimizer."""
     has_custom_rule: bool = False
@@ -86,7 +90,7 @@ def check_weights(
         ShapeError: if their dtype or values do not permit it.
         ConfigError: if a fragment would have no parameter.
     """
-    size, fragments = sum(p.numel() for p in parameters), config.exchange.fragments
+    size, fragments = sum(p.numel() for p in parameters), config.exchange.fragments or 1
     if fragments > size:
         problem = f"must be at most the {size} parameters of model {model}, got {fragments}"
         raise ConfigError("exchange.fragments", problem)

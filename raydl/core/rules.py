@@ -289,6 +289,8 @@ class Rule:
         may_compress: whether the messages bear another codec.
         feedback_decay: share of what a codec has left out that the next message takes along, in
             [0, 1]; at 1 nothing is lost.
+        fragments: default number of fragments; see ``exchange.fragments``.
+        delay: default number of local steps from the start of an exchange to its effect.
         whole_tensors: whether fragments end where a parameter tensor ends.
         needs_plain_sgd: whether plain SGD, without momentum, has to take the local steps.
         strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
@@ -316,6 +318,8 @@ class Rule:
     compression: str = "none"
     may_compress: bool = True
     feedback_decay: float = 1.0
+    fragments: int = 1
+    delay: int = 0
     whole_tensors: bool = False
     needs_plain_sgd: bool = False
     strategy: str = "sync"

@@ -41,7 +41,7 @@ class Choice:
         self.beta = rule.beta if isinstance(rule, Elastic) else config.method.beta
         """The beta of the rule, which may be a user's own instance."""
         self.fewest = max(1, config.scaling.min_workers)
-        self.steps_of_fragment = method.period // config.exchange.fragments
+        self.steps_of_fragment = method.period // method.fragments
         self.wanted_workers = config.scaling.wanted()
         self.compression = method.compression
         self.is_compressed = parse_codec(method.compression).name != "none"
@@ -78,7 +78,7 @@ _AT_CENTER = "for {x.method.name}, whose optimizer steps at the center"
 
 def _is_in_parts(x: Choice) -> bool:
     """Whether an optimizer at the center gets parts of the vector."""
-    return x.is_at_center and not (x.method.is_sync and x.exchange.fragments == 1)
+    return x.is_at_center and not (x.method.is_sync and x.method.fragments == 1)
 
 
 CONFLICTS = (
@@ -139,18 +139,18 @@ CONFLICTS = (
     ),
     Conflict(
         "exchange.fragments",
-        lambda x: x.exchange.fragments > x.method.period,
-        "must be at most the period of {x.method.period} local steps, got {x.exchange.fragments}; "
+        lambda x: x.method.fragments > x.method.period,
+        "must be at most the period of {x.method.period} local steps, got {x.method.fragments}; "
         "raise method.period",
     ),
     Conflict(
         "exchange.delay",
-        lambda x: 0 < x.exchange.delay >= x.steps_of_fragment,
-        "must be less than period / fragments = {x.steps_of_fragment}, got {x.exchange.delay}",
+        lambda x: 0 < x.method.delay >= x.steps_of_fragment,
+        "must be less than period / fragments = {x.steps_of_fragment}, got {x.method.delay}",
     ),
     Conflict(
         "exchange.delay",
-        lambda x: x.exchange.delay > 0 and x.method.strategy == "round_robin",
+        lambda x: x.method.delay > 0 and x.method.strategy == "round_robin",
         "has no meaning for {x.method.name}: a turn ends with its exchange",
     ),
     Conflict(
@@ -158,7 +158,7 @@ CONFLICTS = (
         lambda x: (
             x.is_at_center
             and x.config.optimizer.clip_grad_norm is not None
-            and max(x.exchange.fragments, x.exchange.center_shards) > 1
+            and max(x.method.fragments, x.exchange.center_shards) > 1
         ),
         "must be None for {x.method.name} in fragments or shards: its gradients are clipped at the "
         "center, where no part has the norm of the whole",

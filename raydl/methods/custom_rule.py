@@ -53,6 +53,8 @@ _SETTINGS: dict[str, type] = {
     "takes_steps": bool,
     "strategy": str,
     "period": int,
+    "fragments": int,
+    "delay": int,
 }
 """Attributes of a rule, and the type of each."""
 _NAMES = ("lanes", "numbers", "keeps", "inner", "shared", "shared_numbers")
@@ -126,12 +128,14 @@ def check_rule(rule: Rule) -> None:
         if near and not is_known and isinstance(value, _SETTINGS[near[0]]):
             raise UnknownNameError(f"method.name {name}", key, _SETTINGS)
     _check_names(rule, name)
-    strategy, period = rule.strategy, rule.period
+    strategy = rule.strategy
     if strategy not in STRATEGIES:
         raise UnknownNameError(f"method.name {name}.strategy", str(strategy), STRATEGIES)
-    if not isinstance(period, int) or period < 1:
-        problem = f"{name}.period must be a whole number of at least 1, got {period!r}"
-        raise ConfigError("method.name", problem)
+    for key, least in (("period", 1), ("fragments", 1), ("delay", 0)):
+        value = getattr(rule, key)
+        if not isinstance(value, int) or value < least:
+            problem = f"{name}.{key} must be a whole number of at least {least}, got {value!r}"
+            raise ConfigError("method.name", problem)
     _check_methods(rule, name)
 
 

@@ -42,11 +42,17 @@ def resolve(
     optimizer = _filled_optimizer(kind, name, optimizer, own_optimizer)
     method_config = _filled_method(kind, config.method, optimizer)
     finds_tuning = config.method.period == AUTO
+    period = given.period if finds_tuning else int(config.method.period or given.period)
+    fragments, delay = config.exchange.fragments, config.exchange.delay
+    if fragments is None:
+        fragments = min(given.fragments, period)
+    if delay is None:
+        delay = max(0, min(given.delay, period // fragments - 1))
     method = Method(
         name=name,
         rule=own_rule or kind.from_config(method_config),
         strategy=config.method.strategy or given.strategy,
-        period=given.period if finds_tuning else int(config.method.period or given.period),
+        period=period,
         finds_tuning=finds_tuning,
         overlap=kind.overlap if config.exchange.overlap is None else config.exchange.overlap,
         steps_by_speed=kind.steps_by_speed or config.method.steps_by_speed,
@@ -55,6 +61,8 @@ def resolve(
         if kind.has_momentum_at_center
         else optimizer,
         compression=config.exchange.compression or given.compression,
+        fragments=fragments,
+        delay=delay,
         own_optimizer=own_optimizer,
         has_custom_rule=own_rule is not None,
     )
@@ -123,5 +131,10 @@ def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
             config.method, period=AUTO if method.finds_tuning else method.period
         ),
         optimizer=method.optimizer,
-        exchange=dataclasses.replace(config.exchange, compression=method.compression),
+        exchange=dataclasses.replace(
+            config.exchange,
+            compression=method.compression,
+            fragments=method.fragments,
+            delay=method.delay,
+        ),
     )

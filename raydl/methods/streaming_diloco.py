@@ -14,8 +14,8 @@ class StreamingDiLoCo(DiLoCo):
 
     At the center as diloco. When the answer lands, x <- a*x + (1 - a)*c, with x as it is then.
 
-    Each fragment has its exchange at another step of the period. With ``exchange.delay`` K it lands
-    K steps after it was sent, and these steps are kept in x. (arXiv 2501.18512; torchft's default
+    Each fragment has its exchange at another step of the period. It lands ``exchange.delay`` steps
+    after it was sent, and these steps are kept in x. (arXiv 2501.18512; torchft's default
     mixes nothing, a = 0.)
 
     Args:
@@ -25,6 +25,7 @@ class StreamingDiLoCo(DiLoCo):
     name, period, source = "streaming-diloco", 100, "arXiv 2501.18512"
     outer = (0.4, 0.9)
     compression = "e3m0"
+    fragments, delay = 4, 5
     whole_tensors = True
 
     def __init__(self, lr: float = 0.4, *, momentum: float = 0.9, mix: float = 0.5) -> None:

@@ -101,8 +101,8 @@ class AsyncStrategy:
             self._context.lost_residuals.append(LostResidual(squares**0.5, _UNKNOWN))
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
-        size, settings = weights.size, self._config.exchange
-        fragments, compression = settings.fragments, self._context.method.compression
+        size, settings, method = weights.size, self._config.exchange, self._context.method
+        fragments, compression = method.fragments, method.compression
         by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
         self._context.redistribute_residuals(sorted(part for parts in by_shard for part in parts))
         mapped = self._open_cells()
@@ -192,7 +192,7 @@ class AsyncStrategy:
     def next_round(self, local_step: int) -> Round:
         """Return the assigned round; in rank order, wait for this worker's turn first."""
         assignment = self._assignment
-        round = Round(assignment.claims, self._config.exchange.delay, assignment.ahead)
+        round = Round(assignment.claims, self._context.method.delay, assignment.ahead)
         if self._in_turn and round.num_steps:
             # A round of one step begins with its exchange, which waits for the turn itself: a
             # user's loop then waits in its next step, not at the end of this one.

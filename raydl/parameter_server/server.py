@@ -57,7 +57,7 @@ def make_shard(
     exchange, method = job.config.exchange, job.method
     weights = torch.tensor(snapshot.weights)
     by_shard = cells(
-        weights.numel(), num_shards=exchange.center_shards, num_fragments=exchange.fragments
+        weights.numel(), num_shards=exchange.center_shards, num_fragments=method.fragments
     )
     buffers = torch.tensor(snapshot.buffers if index == HOME else snapshot.buffers[:0])
     shard = Shard(

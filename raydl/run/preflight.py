@@ -87,8 +87,8 @@ def try_model(
     num_in_evaluation = sum(map(_is_in_evaluation, model.modules()))
     check_weights(task.name, flat.parameters, config, method)
     if method.has_custom_rule:
-        shards, fragments = config.exchange.center_shards, config.exchange.fragments
-        size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=fragments)
+        shards = config.exchange.center_shards
+        size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=method.fragments)
         try_rule(method.rule, size)
     optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)

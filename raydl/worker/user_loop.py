@@ -142,8 +142,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     check_weights(name, trained, config, method)
     if method.has_custom_rule:
         size = sum(p.numel() for p in trained)
-        fragments = config.exchange.fragments
-        size = cell_size(size, num_shards=1, num_fragments=fragments)
+        size = cell_size(size, num_shards=1, num_fragments=method.fragments)
         try_rule(method.rule, size, device=trained[0].device)
     if not method.has_local_steps:
         raise ConfigError(

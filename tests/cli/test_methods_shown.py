@@ -26,6 +26,8 @@ def test_the_defaults_of_a_method_are_shown_as_options(capsys):
     shown = capsys.readouterr().out
     assert "--method.options decay=0.95,merge='mean' --compression chunk-topk:64" in shown
     assert shown.count("Local steps, then the mean of the largest values") == 1
+    assert cli.main(["methods", "streaming-diloco"]) == 0
+    assert "--compression e3m0 --fragments 4 --exchange-delay 5" in capsys.readouterr().out
 
 
 def test_a_misspelt_method_is_told_with_the_nearest(capsys):

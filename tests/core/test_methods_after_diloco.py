@@ -453,6 +453,26 @@ def test_a_method_has_its_own_codec_unless_another_is_named():
 
 
 @pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, (4, 5)),
+        ({"period": 8}, (4, 1)),
+        ({"period": 3}, (3, 0)),
+        ({"exchange": {"fragments": 2}}, (2, 5)),
+        ({"exchange": {"fragments": 1, "delay": 0}}, (1, 0)),
+    ],
+)
+def test_streaming_diloco_has_fragments_and_a_delay_that_fit_its_period(settings, wanted):
+    method = method_of("streaming-diloco", **settings)
+    assert (method.fragments, method.delay) == wanted
+
+
+def test_other_methods_have_neither_fragments_nor_delay():
+    method = method_of("diloco")
+    assert (method.fragments, method.delay) == (1, 0)
+
+
+@pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
         ("dc-asgd", {"exchange": {"compression": "int8"}}, "exchange.compression must be none fo"),
