@@ -81,7 +81,17 @@ def _last_scores(metrics: Mapping[str, Any]) -> str:
 
 def _scores(evaluation: Mapping[str, Any]) -> str:
     """Return the metrics of an evaluation as text; of a classifier, the accuracy alone."""
+    from raydl.core.scores import AVERAGED
+
     scores = {name: evaluation[name] for name in evaluation if name not in _NO_METRICS}
+    averaged = {n[len(AVERAGED) :]: scores.pop(n) for n in [*scores] if n.startswith(AVERAGED)}
+    number = averaged.pop("centers", None)
+    of_mean = f"; the mean of {number:.0f} centers has {_in_words(averaged)}" if number else ""
+    return _in_words(scores) + of_mean
+
+
+def _in_words(scores: dict[str, Any]) -> str:
+    """Return metrics as text; of a classifier, the accuracy alone."""
     if set(scores) == {"accuracy", "loss"}:
         scores.pop("loss")
     accuracy = scores.pop("accuracy", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from raydl.errors import ConfigError, UnknownNameError
 
 RUNS = "runs"
 """Folder of the runs that are given no other folder."""
-LOWER_IS_BETTER = ("loss", "perplexity")
+LOWER_IS_BETTER = ("loss", "perplexity", "averaged_loss", "averaged_perplexity")
 """Metrics that are better if they are lower."""
 _MODES = ("auto", "max", "min")
 _SCORED_BY = ("evaluator", "workers")
@@ -129,6 +130,22 @@ class CheckpointConfig:
         require(self.num_to_keep >= 1, "checkpoint.num_to_keep", "1 or more", self.num_to_keep)
 
 
+def parse_average(text: str) -> tuple[int | None, float]:
+    """Return (K, 0) of ``lawa:K``, or (None, B) of ``ema:B``.
+
+    Raises:
+        ConfigError: if it is neither, K is below 2, or B is not in (0, 1).
+    """
+    kind, _, value = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if kind == "lawa" and int(value) >= 2:
+            return int(value), 0.0
+        if kind == "ema" and 0 < float(value) < 1:
+            return None, float(value)
+    rule = "must be lawa:K with K of 2 or more, or ema:B with B in (0, 1), as in lawa:10 or ema:0.9"
+    raise ConfigError("evaluation.average", f"{rule}, got {text!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """When to score the center on the test set, and which processes do it."""
@@ -147,6 +164,9 @@ class EvaluationConfig:
     batch_size: int = 128
     """Samples in one evaluation step; with many more, the activations no longer fit in the
     cache."""
+    average: str | None = None
+    """Score and keep a mean of the scored centers, too: lawa:K as in lawa:10 (of the K newest), or
+    ema:B as in ema:0.9 (exponential)."""
     by: str = "evaluator"
     """Which processes score: evaluator, a process beside the workers, for which no worker waits; or
     workers: all workers of a synchronous method pause and score a part of the test set each."""
@@ -162,10 +182,14 @@ class EvaluationConfig:
         require(self.batch_size >= 1, "evaluation.batch_size", "1 or more", self.batch_size)
         if self.mode not in _MODES:
             raise UnknownNameError("evaluation.mode", self.mode, _MODES)
+        if self.average is not None:
+            parse_average(self.average)
+            rule = "evaluator with evaluation.average, which one process computes"
+            require(self.by == "evaluator", "evaluation.by", rule, self.by)
         if not self.metric:
             rule = "auto without evaluation.metric"
             require(self.mode == "auto", "evaluation.mode", rule, self.mode)
-        is_known = self.metric in ("", "accuracy", *LOWER_IS_BETTER)
+        is_known = self.metric in ("", "accuracy", "averaged_accuracy", *LOWER_IS_BETTER)
         rule = f"max or min, the better direction of {self.metric}"
         require(is_known or self.mode != "auto", "evaluation.mode", rule, self.mode)
 

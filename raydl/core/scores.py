@@ -17,6 +17,8 @@ from raydl.config.run import LOWER_IS_BETTER
 from raydl.core.progress import Progress
 
 _BY_DEFAULT = EvaluationConfig()
+AVERAGED = "averaged_"
+"""Begins the names of the metrics of a mean of centers; see ``raydl.core.center_average``."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ def metric_of(metrics: Mapping[str, float], evaluation: EvaluationConfig = _BY_D
 
     Args:
         metrics: metrics of a center.
-        evaluation: settings; without ``metric`` it is the accuracy, or the loss if there is none.
+        evaluation: settings; without ``metric`` it is the accuracy, or the loss if there is none,
+            of the mean of several centers if that is scored.
     """
-    return evaluation.metric or ("accuracy" if "accuracy" in metrics else "loss")
+    kind = "accuracy" if "accuracy" in metrics else "loss"
+    return evaluation.metric or (AVERAGED + kind if evaluation.average else kind)
 
 
 def score_of(metrics: Mapping[str, float], evaluation: EvaluationConfig = _BY_DEFAULT) -> float:

@@ -101,7 +101,7 @@ class AsyncStrategy:
             self._context.lost_residuals.append(LostResidual(squares**0.5, _UNKNOWN))
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
-        size, settings, method = weights.size, self._config.exchange, self._context.method
+        size, method = weights.size, self._context.method
         fragments, compression = method.fragments, method.compression
         by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
         self._context.redistribute_residuals(sorted(part for parts in by_shard for part in parts))

@@ -23,6 +23,7 @@ from raydl.core.flat import FlatModel
 from raydl.core.method import Method, check_weights
 from raydl.core.optimizers import check_for_model, no_gradient_text
 from raydl.core.saved_state import check_state
+from raydl.core.scores import AVERAGED
 from raydl.core.state_names import check_round_trip
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
@@ -117,6 +118,8 @@ def try_model(
     _check_names(task.name, names, model)
     _check_scores(config, scores)
     means = _means_of(task, scores, num_samples_of(batch))
+    if config.evaluation.average:
+        means |= {AVERAGED + name: value for name, value in means.items()}
     if (metric := config.evaluation.metric) and means and metric not in means:
         raise UnknownNameError("evaluation.metric", metric, means)
     moved = flat.non_trainable.moved_parameters()

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import nn
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot, as_arrays, as_tensors
+from raydl.core.center_average import CenterAverage
 from raydl.core.job import Job, first_model
 from raydl.core.non_trainable import NonTrainable
-from raydl.core.scores import Evaluated, score_of
+from raydl.core.scores import AVERAGED, Evaluated, metric_of, score_of
 from raydl.data import Batch, Batches
 from raydl.data.samples import to_device
 from raydl.tasks import (
@@ -183,6 +185,8 @@ class Evaluator:
         self._rows = rows_to_score(test.num_samples, job.config)
         self._flat = first_model(job, non_trainable, device=device)
         self._first = self._flat.non_trainable.arrays() if non_trainable is None else non_trainable
+        average = job.config.evaluation.average
+        self._average = CenterAverage(average) if average else None
         self._best = -math.inf
         self._has_searched = False
         self.num_scored = 0
@@ -194,9 +198,21 @@ class Evaluator:
         return bool(self._flat.non_trainable.names)
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
-        """Return the metrics of a snapshot, and its predictions for the examples."""
+        """Return the metrics of a snapshot, and its predictions for the examples.
+
+        With ``evaluation.average`` those of the mean are among them, and the mean may be the center
+        to keep.
+        """
         sums = self.sums(snapshot)
-        return self.evaluated(snapshot, [sums], [self.not_finite(sums)])
+        found = [self.not_finite(sums)]
+        if self._average is None:
+            return self.evaluated(snapshot, [sums], found)
+        mean = self._average.add(snapshot)
+        of_mean = metrics_of(self._job.task, [self.sums(mean)])
+        more = {AVERAGED + name: value for name, value in of_mean.items()}
+        more["averaged_centers"] = float(self._average.num_centers)
+        self._put(snapshot)
+        return self.evaluated(snapshot, [sums], found, mean=mean, more=more)
 
     def sums(
         self,
@@ -245,6 +261,9 @@ class Evaluator:
         snapshot: Snapshot,
         parts: Sequence[MetricSums],
         found: Sequence[NotFinite | None] = (),
+        *,
+        mean: Snapshot | None = None,
+        more: Mapping[str, float] = MappingProxyType({}),
     ) -> Evaluated:
         """Return the metrics of the snapshot that ``sums`` was called with last, and predictions.
 
@@ -252,11 +271,14 @@ class Evaluator:
             snapshot: the snapshot.
             parts: its sums over all rows to score.
             found: what ``not_finite`` has returned for each part.
+            mean: the mean of several centers, if that is scored.
+            more: its metrics.
 
         Raises:
             DataError: if no sample could be read.
         """
-        metrics = metrics_of(self._job.task, parts)
+        of_snapshot = metrics_of(self._job.task, parts)
+        metrics = {**of_snapshot, **more}
         predicted: tuple[int, ...] = ()
         if isinstance(self._job.task, Predicts) and self._test.samples.shape.has_labelled_images:
             device = self._flat.weights.device
@@ -265,14 +287,16 @@ class Evaluator:
                 images, _ = _batch_on(device, self._test, rows)
                 predicted = predict(self._job.task, self._flat.model, images)
         is_best = self._is_best(metrics)
+        is_of_mean = metric_of(metrics, self._job.config.evaluation).startswith(AVERAGED)
+        kept = mean if mean is not None and is_of_mean else snapshot
         return Evaluated(
             snapshot.progress,
             metrics,
             predicted,
-            _problem(metrics, parts, joined(found), self._job.config),
-            snapshot.weights if is_best else None,
-            snapshot.buffers if is_best else None,
-            snapshot.non_trainable if is_best else {},
+            _problem(of_snapshot, parts, joined(found), self._job.config),
+            kept.weights if is_best else None,
+            kept.buffers if is_best else None,
+            kept.non_trainable if is_best else {},
         )
 
     def _put(self, snapshot: Snapshot) -> None:

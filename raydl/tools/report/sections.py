@@ -6,6 +6,7 @@ import statistics
 
 from raydl.checkpoint.manifest import Manifest
 from raydl.core.progress import AXES
+from raydl.core.scores import AVERAGED
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.charts import bar_in_page, words
 from raydl.metrics.tags import STACK
@@ -119,9 +120,11 @@ def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
     if not best:
         return []
     after = written(best.get("samples"), "after {:,.0f} samples")
+    is_mean = run.config.get("evaluation.average") and not run.config.get("evaluation.metric")
+    prefix, what = (AVERAGED, "Best mean of centers:") if is_mean else ("", "Best center")
     if "accuracy" in best:
-        return [("Best center accuracy", written(best["accuracy"], "{:.2%}"), after)]
-    return [("Best center loss", written(best.get("loss"), "{:.4g}"), after)]
+        return [(f"{what} accuracy", written(best.get(f"{prefix}accuracy"), "{:.2%}"), after)]
+    return [(f"{what} loss", written(best.get(f"{prefix}loss"), "{:.4g}"), after)]
 
 
 def speed(run: RunFacts) -> float | None:
