@@ -157,7 +157,7 @@ CONFLICTS = (
         "optimizer.clip_grad_norm",
         lambda x: (
             x.is_at_center
-            and x.config.optimizer.clip_grad_norm is not None
+            and x.inner.clip_grad_norm is not None
             and max(x.method.fragments, x.exchange.center_shards) > 1
         ),
         "must be None for {x.method.name} in fragments or shards: its gradients are clipped at the "

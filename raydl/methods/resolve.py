@@ -104,6 +104,8 @@ def _filled_optimizer(
     if nesterov and momentum == 0:
         problem = f"needs momentum; {method} has none: set optimizer.momentum"
         raise ConfigError("optimizer.nesterov", problem)
+    if not kind.clips:
+        optimizer = dataclasses.replace(optimizer, clip_grad_norm=None)
     return dataclasses.replace(optimizer, momentum=momentum, lr=lr, nesterov=nesterov)
 
 
