@@ -27,7 +27,8 @@ class DeMo(MeanGradient):
     the large coefficients, are shared at once; slow ones stay in e until they are large. With plain
     SGD the step is c - eta*sign(s). (arXiv 2411.19870.) In the released code the chunks are tiles
     of each tensor, coefficients travel as float32, and eta is a factor of g in e; here the chunks
-    are of the flat vector, and the codec sends two bits a value.
+    are of the flat vector, and the codec sends two bits a value. Nothing is clipped: all signs have
+    the same length.
 
     Args:
         decay: b, in [0, 1].
@@ -38,6 +39,7 @@ class DeMo(MeanGradient):
     sums = False
     compression = f"chunk-topk:8/{_CHUNK}"
     local_step = LocalStep(lr=1e-3)
+    clips = False
 
     def __init__(self, *, decay: float = 0.999) -> None:
         self.feedback_decay = between("decay", decay, 0, 1)

@@ -467,6 +467,12 @@ def test_streaming_diloco_has_fragments_and_a_delay_that_fit_its_period(settings
     assert (method.fragments, method.delay) == wanted
 
 
+def test_demo_is_not_clipped_since_all_signs_have_the_same_length():
+    assert method_of("demo", optimizer={"clip_grad_norm": 5.0}).inner.clip_grad_norm is None
+    assert method_of("demo", exchange={"fragments": 1}).optimizer.clip_grad_norm is None
+    assert method_of("sync-sgd").inner.clip_grad_norm == OptimizerConfig().clip_grad_norm
+
+
 def test_other_methods_have_neither_fragments_nor_delay():
     method = method_of("diloco")
     assert (method.fragments, method.delay) == (1, 0)
