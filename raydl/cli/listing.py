@@ -20,9 +20,7 @@ def list_methods(arguments: Sequence[str]) -> int:
     from raydl.methods import METHODS
 
     if names:
-        if names[0] not in METHODS:
-            raise UnknownNameError("raydl methods", names[0], METHODS)
-        print(_description(METHODS[names[0]]))
+        print(_description(_kind_of(names[0])))
         return 0
     rows = [
         (
@@ -42,12 +40,23 @@ def list_methods(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _kind_of(name: str) -> type[Rule]:
+    from raydl.methods import METHODS
+    from raydl.methods.custom_rule import kind_of
+
+    if ":" in name:
+        return kind_of(name)
+    if name not in METHODS:
+        raise UnknownNameError("raydl methods", name, METHODS)
+    return METHODS[name]
+
+
 def _description(kind: type[Rule]) -> str:
     """Return name, equation, source and defaults of a method."""
     from raydl.methods.options import options_of
 
     docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
-    equation = next(doc for doc in docs if "<-" in doc).partition("\n\nArgs:")[0]
+    equation = next((doc for doc in docs if "<-" in doc), "").partition("\n\nArgs:")[0]
     step = kind.local_step
     defaults = [f"--method.period {kind.period}", f"--lr {step.lr:g}"]
     defaults += [f"--optimizer {step.optimizer}"] if step.optimizer != "sgd" else []
@@ -64,8 +73,9 @@ def _description(kind: type[Rule]) -> str:
     first, _, rest = equation.partition("\n\n")
     is_said = first.replace("\n", " ").rstrip(".") == kind.sentence()
     return (
-        f"{kind.name} ({kind.strategy}): {kind.sentence()}\n\n{rest if is_said else equation}\n\n"
-        f"source: {kind.source}\ndefaults: {' '.join(defaults)}"
+        f"{kind.name or kind.__name__} ({kind.strategy}): {kind.sentence()}\n\n"
+        f"{rest if is_said else equation}\n\n"
+        f"source: {kind.source or kind.__module__}\ndefaults: {' '.join(defaults)}"
     )
 
 

@@ -219,7 +219,7 @@ class State:
     replicas take no steps."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.vectors[name]
+        return _named(self.vectors, name, "shared")
 
 
 @dataclass
@@ -247,7 +247,19 @@ class ReplicaSpan:
     with ``keeps`` or ``inner``."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.vectors[name]
+        return _named(self.vectors, name, "keeps")
+
+
+def _named(vectors: Mapping[str, Tensor], name: str, attribute: str) -> Tensor:
+    """Return a vector that a rule names in an attribute.
+
+    Raises:
+        ConfigError: if it does not name it.
+    """
+    if name not in vectors:
+        problem = f"asks for {name!r}, which it does not name in {attribute}: {[*vectors]}"
+        raise ConfigError("method.name", problem)
+    return vectors[name]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from raydl.core.rules import (
 )
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.methods.options import check_options
+from raydl.methods.options import check_options, reads_settings
 
 _NUM_UPDATES = 16
 """Updates after which the center must have moved; a rule may collect some messages first."""
@@ -97,12 +97,10 @@ def named_rule(config: MethodConfig) -> Rule | None:
     """
     if ":" not in config.name:
         return None
-    found = load_own("method.name", config.name)
-    if not (isinstance(found, type) and issubclass(found, Rule)):
-        raise ConfigError("method.name", f"{config.name} is no subclass of raydl.core.rules.Rule")
+    found = kind_of(config.name)
     check_options(found, found.__name__, config.parsed_options)
     # A class with its own from_config constructs itself.
-    if inspect.getattr_static(found, "from_config") is inspect.getattr_static(Rule, "from_config"):
+    if not reads_settings(found):
         try:
             inspect.signature(found).bind(**config.parsed_options)
         except TypeError as error:
@@ -112,6 +110,18 @@ def named_rule(config: MethodConfig) -> Rule | None:
                 f"define from_config(config), or pass an instance in Python: Trainer(method=...)",
             ) from error
     return found.from_config(config)
+
+
+def kind_of(name: str) -> type[Rule]:
+    """Return the class that ``module:Class`` names.
+
+    Raises:
+        ConfigError: if it cannot be imported, or is not a rule.
+    """
+    found = load_own("method.name", name)
+    if not (isinstance(found, type) and issubclass(found, Rule)):
+        raise ConfigError("method.name", f"{name} is no subclass of raydl.core.rules.Rule")
+    return found
 
 
 def check_rule(rule: Rule) -> None:
@@ -172,6 +182,7 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     _refuse_state(tried, before, name, "pull")
     _try_updates(tried, name, values, least=least_updates)
     _refuse_state(tried, before, name, "merge_")
+    _try_without_rate(tried, name, values)
     for moment in _MOMENTS:
         tried.checked_period(moment)
     _refuse_state(tried, before, name, "period_at")
@@ -374,6 +385,29 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
         f"{name}.merge_() did not move the center in {_NUM_UPDATES} trial updates; update it in "
         f"place, for example with center.add_(...): center = ... only makes a new tensor",
     )
+
+
+def _try_without_rate(rule: Rule, name: str, values: Tensor) -> None:
+    """Exchange after a step at the learning rate 0, with which a warm-up begins."""
+    kept = {name: torch.zeros_like(values) for name in rule.keeps}
+    inner = {name: values.abs() for name in rule.inner}
+    since = Travelled(8.0, 1, 0.0)
+    replica = ReplicaSpan(values.clone(), values.roll(1), since, 0.0, kept, inner=inner)
+    center, state = values.clone(), _trial_state(rule, values)
+    if not rule.takes_steps:
+        state.step_along_ = _sgd_at(center)
+    out = {lane: torch.zeros_like(values) for lane in rule.lanes}
+    message = rule.compose(replica, center.clone(), state, out)
+    sums = {lane: vector * message.weight for lane, vector in message.lanes.items()}
+    numbers = {key: number * message.weight for key, number in message.numbers.items()}
+    letters = None if rule.sums else [Letter(message.lanes, message.weight)]
+    rule.merge_(center.detach(), Mail(sums, 1, message.weight, numbers, letters), state, Now(1))
+    if not bool(torch.isfinite(center).all()):
+        raise ConfigError(
+            "method.name",
+            f"{name}.merge_() made the center NaN or infinite after a step at the learning rate 0, "
+            f"with which a warm-up begins; leave the center as it is then",
+        )
 
 
 def _sgd_at(center: Tensor) -> Callable[[Tensor], None]:

@@ -14,18 +14,26 @@ if TYPE_CHECKING:
 
 _SETTING = "method.options"
 _SET_ELSEWHERE = {
-    "beta": "method.beta",
+    "beta": "method.beta (--beta)",
     "lr": "method.outer_lr",
     "momentum": "method.outer_momentum",
 }
-"""Arguments with a setting of their own."""
+"""Arguments with a setting of their own, of a class whose ``from_config`` reads it."""
+
+
+def reads_settings(kind: type[Rule]) -> bool:
+    """Whether a class constructs itself from the settings, rather than from its options alone."""
+    from raydl.core.rules import Rule
+
+    return kind.from_config.__func__ is not Rule.from_config.__func__  # type: ignore[attr-defined]
 
 
 def options_of(kind: type[Rule]) -> dict[str, Any]:
     """Return the options of a method with their defaults, by name."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    own = (p for p in named if p.name not in (*_SET_ELSEWHERE, "nesterov"))
+    others = (*_SET_ELSEWHERE, "nesterov") if reads_settings(kind) else ()
+    own = (p for p in named if p.name not in others)
     return {p.name: None if p.default is p.empty else p.default for p in own}
 
 
@@ -37,7 +45,7 @@ def check_options(kind: type[Rule], name: str, given: dict[str, Any]) -> None:
     """
     known = options_of(kind)
     for option in given:
-        if option in _SET_ELSEWHERE:
+        if option in _SET_ELSEWHERE and option not in known:
             problem = f"must not have {option}: set {_SET_ELSEWHERE[option]}"
             raise ConfigError(_SETTING, problem)
         if option in known:

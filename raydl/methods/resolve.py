@@ -13,7 +13,7 @@ from raydl.methods.conflicts import check_conflicts
 from raydl.methods.custom_codec import try_codec
 from raydl.methods.custom_rule import check_rule, named_rule
 from raydl.methods.names import METHODS
-from raydl.methods.options import check_options
+from raydl.methods.options import check_options, reads_settings
 
 
 def resolve(
@@ -113,8 +113,12 @@ def _filled_method(
     kind: type[Rule], config: MethodConfig, optimizer: OptimizerConfig
 ) -> MethodConfig:
     for name in ("outer_lr", "outer_momentum"):
-        if getattr(config, name) is not None and kind.outer is None and ":" not in config.name:
+        is_read = kind.outer is not None or (":" in config.name and reads_settings(kind))
+        if getattr(config, name) is not None and not is_read:
             raise ConfigError(f"method.{name}", f"has no meaning for {config.name}: no outer step")
+    if config.beta != MethodConfig().beta and ":" in config.name and not reads_settings(kind):
+        problem = f"has no meaning for {config.name}: set its arguments by method.options"
+        raise ConfigError("method.beta", problem)
     outer_lr, outer_momentum = kind.outer or (1.0, 0.0)
     if kind.has_momentum_at_center:
         outer_momentum = optimizer.momentum or 0.0

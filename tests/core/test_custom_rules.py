@@ -13,6 +13,7 @@ from histories import History, assert_same, config
 from user_loops import Threads, user_loop_config
 
 import raydl
+from raydl import cli
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.core.rules import AheadRule, GradientRule, Message, Rule
 from raydl.errors import ConfigError, ShapeError
@@ -158,6 +159,29 @@ class ReturnsNothing(OtherLane):
         torch.sub(center, replica.x, out=out["difference"])
 
 
+class DividesByTheRate(Progress):
+    numbers = ("eta",)
+
+    def compose(self, replica, center, state, out):
+        return Message({"progress": center - replica.x}, numbers={"eta": replica.lr})
+
+    def merge_(self, center, mail, state, now):
+        eta = torch.tensor(mail.mean_number("eta"))
+        center.sub_(mail.mean("progress") / eta)
+
+
+class Forgets(Progress):
+    def merge_(self, center, mail, state, now):
+        center.sub_(state["momentum"])
+
+
+class ForgetsToKeep(Progress):
+    keeps = ("last",)
+
+    def compose(self, replica, center, state, out):
+        return Message({"progress": replica["lats"]})
+
+
 class Silent(Progress):
     lane_rounds: ClassVar = {"progress": 2}
 
@@ -245,6 +269,10 @@ def check_like_a_run(rule, num_parameters=12):
         (TwoWeights, "TwoWeights.lanes must have one name, since it sends its weights or gradi"),
         (OtherLane, "OtherLane has no compose() (docs/algorithms.md)"),
         (ReturnsNothing, "ReturnsNothing.compose() must return a raydl.core.rules.Message, got No"),
+        (
+            DividesByTheRate,
+            "DividesByTheRate.merge_() made the center NaN or infinite after a step",
+        ),
         (Silent, "Silent.lane_rounds must have a whole number of rounds for some of the lanes ['p"),
         (Deaf, "Deaf.compose() must return lanes ['progress'], got ['progress', 'other']; those"),
         (WrongLane, "WrongLane.compose() must return lanes ['difference'], got ['progress']"),
@@ -262,6 +290,45 @@ def test_an_error_in_a_rule_is_reported_by_name(kind, sentence):
         check_like_a_run(kind())
     assert Counts.calls == kept + [1] * (kind is Counts) * 16, "a class attribute is not copied"
     Counts.calls.clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Forgets, "asks for 'momentum', which it does not name in shared: []"),
+        (ForgetsToKeep, "asks for 'lats', which it does not name in keeps: ['last']"),
+    ],
+)
+def test_state_that_is_not_named_is_one_sentence(kind, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        try_rule(kind(), 12)
+
+
+class HasBeta(Progress):
+    """D_i = c - x_i ; c <- c - beta*mean(D)."""
+
+    def __init__(self, beta=0.5, lr=1.0):
+        self.beta, self.lr = beta, lr
+
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.mean("progress"), alpha=self.beta * self.lr)
+
+
+def test_the_arguments_of_a_class_are_its_options_whatever_their_names():
+    name = "test_custom_rules:HasBeta"
+    rule = resolve(TrainConfig(method=MethodConfig(name=name, options="beta=0.8,lr=0.1"))).rule
+    assert (rule.beta, rule.lr) == (0.8, 0.1)
+    for setting in ("beta", "outer_lr"):
+        with pytest.raises(ConfigError, match=f"^method.{setting} has no meaning for {name}"):
+            resolve(TrainConfig(method=MethodConfig(name=name, **{setting: 0.7})))
+
+
+def test_a_class_of_a_users_is_shown_as_a_named_method_is(capsys):
+    assert cli.main(["methods", "test_custom_rules:HasBeta"]) == 0
+    shown = capsys.readouterr().out
+    assert "c <- c - beta*mean(D)" in shown
+    assert "--method.options beta=0.5,lr=1.0" in shown
+    assert cli.main(["methods", "test_custom_rules:Missing"]) == 2
 
 
 def test_the_message_says_where_state_belongs():
