@@ -26,7 +26,7 @@ from torch import nn
 import raydl
 from benchmarks.measure import Figure, Report, Spread, options_of
 from raydl.config import TrainConfig
-from raydl.core.rules import lr_factor
+from raydl.core.lr_schedules import lr_factor
 from raydl.data import Batches, Dataset, load, preparation_for
 from raydl.tasks import Classification
 from raydl.worker.evaluator import score

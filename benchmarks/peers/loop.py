@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.core.rules import lr_factor
+from raydl.core.lr_schedules import lr_factor
 from raydl.data import Dataset, load, preparation_for
 from raydl.data.samples import to_device
 

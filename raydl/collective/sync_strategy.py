@@ -40,7 +40,8 @@ from raydl.core.autotune import (
 from raydl.core.center import Center, Snapshot, joined_states, split_states
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import Header, shard_spans, tensor_spans
-from raydl.core.optimizers import lr_at, make_optimizer
+from raydl.core.lr_schedules import lr_at
+from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator
 from raydl.core.rules import Moment

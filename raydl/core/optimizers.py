@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
@@ -37,9 +36,10 @@ from torch.optim import LBFGS, Optimizer
 from raydl.config import OptimizerConfig, ParamGroup
 from raydl.config.custom_code import load_own
 from raydl.core.flat import FlatModel
+from raydl.core.lr_schedules import check_lr_schedule
 from raydl.core.muon import Muon, hidden_matrices
 from raydl.core.non_trainable import plain
-from raydl.core.rules import LocalStep, lr_factor
+from raydl.core.rules import LocalStep
 from raydl.core.sharing import memory_of, trained_parameters
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
@@ -386,59 +386,6 @@ def _settings(config: OptimizerConfig) -> dict[str, Any]:
     fields = {name: getattr(config, name) for name in _BY_FIELD if name in takes}
     given = {name: value for name, value in fields.items() if value is not None}
     return {**given, "lr": config.lr or 0.0, **config.parsed_options}
-
-
-def lr_at(config: OptimizerConfig, share_done: float, *, num_cuts: int = 0) -> float:
-    """Return the learning rate at a share of the run.
-
-    Args:
-        config: resolved settings.
-        share_done: share of the run that is done by all workers, 0..1.
-        num_cuts: cuts of the rate so far, for the schedule ``plateau``.
-    """
-    assert config.lr is not None
-    if ":" in config.lr_schedule:
-        return config.lr * float(_own_schedule(config.lr_schedule)(share_done))
-    factor = lr_factor(
-        config.lr_schedule,
-        share_done,
-        warmup=config.warmup,
-        milestones=config.milestone_shares,
-        gamma=config.gamma,
-        decay=config.decay,
-    )
-    return float(config.lr * factor * config.gamma**num_cuts)
-
-
-@functools.cache
-def _own_schedule(name: str) -> Callable[[float], float]:
-    """Return the user's function of the share of the run, 0..1."""
-    schedule: Callable[[float], float] = load_own("optimizer.lr_schedule", name)
-    return schedule
-
-
-# checks before any actor starts
-
-
-def check_lr_schedule(config: OptimizerConfig) -> None:
-    """Raise a ConfigError unless a user's own schedule gives factors of 0 or more."""
-    if ":" not in config.lr_schedule:
-        return
-    own = _own_schedule(config.lr_schedule)
-    for share in (0.0, 0.5, 1.0):
-        try:
-            factor = float(own(share))
-        except Exception as error:
-            raise ConfigError(
-                "optimizer.lr_schedule",
-                f"{config.lr_schedule} must return the factor of the learning rate at a share of "
-                f"the run, but for {share} it raised {type(error).__name__}: {error}",
-            ) from error
-        if not (math.isfinite(factor) and factor >= 0):
-            raise ConfigError(
-                "optimizer.lr_schedule",
-                f"{config.lr_schedule} must return 0 or more, but for {share} it gave {factor}",
-            )
 
 
 def as_config(

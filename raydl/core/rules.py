@@ -12,7 +12,6 @@ keeps what the rule names beside the center, and counts the samples.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -57,43 +56,6 @@ def mix_buffers_(buffers: Tensor, total: Tensor, *, num_messages: int, num_worke
     """
     total.sub_(buffers, alpha=num_messages)
     return buffers.add_(total, alpha=1 / num_workers)
-
-
-def lr_factor(
-    schedule: str,
-    share_done: float,
-    *,
-    warmup: float = 0.0,
-    milestones: Sequence[float] = (),
-    gamma: float = 0.1,
-    decay: float = 0.2,
-) -> float:
-    """Return the factor of the learning rate, 0..1.
-
-    It rises linearly from 0 to 1 during the warm-up, then follows the schedule.
-
-    Args:
-        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``, ``step``
-            (times gamma at each milestone), ``wsd`` (warm-up, stable, decay: 1, then 1 to 0 in the
-            last part; Hu et al., arXiv 2404.06395), or ``plateau`` (constant; its cuts depend on
-            scores, not on the share of the run).
-        share_done: share of the run that is done by all workers, 0..1; the schedule is therefore
-            the same for any number of workers.
-        warmup: share of the run for the warm-up, in [0, 1).
-        milestones: shares of the whole run, after the warm-up.
-        gamma: factor of each milestone.
-        decay: share of the run for the decay of ``wsd``, its last part.
-    """
-    if share_done < warmup:
-        return share_done / warmup
-    share = (share_done - warmup) / (1 - warmup)
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * share))
-    if schedule == "step":
-        return gamma ** sum(share_done >= milestone for milestone in milestones)
-    if schedule == "wsd":
-        return min(1.0, (1 - share_done) / decay)
-    return 1 - share if schedule == "linear" else 1.0
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from raydl.core.center import Snapshot
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import StepPlan
 from raydl.core.job import BeforeStep, Job, first_model
+from raydl.core.lr_schedules import lr_at
 from raydl.core.membership import Membership
 from raydl.core.non_trainable import NonTrainable
-from raydl.core.optimizers import lr_at, make_optimizer
+from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica, Stepped
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.saved_state import pack, reported_as_damage

@@ -11,8 +11,8 @@ from replicas import replica_config
 
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig
-from raydl.core.optimizers import check_optimizer, lr_at
-from raydl.core.rules import lr_factor
+from raydl.core.lr_schedules import lr_at, lr_factor
+from raydl.core.optimizers import check_optimizer
 from raydl.core.worker_group import Collected, Lost, Published, WorkerReady
 from raydl.elastic.plateau import Plateau
 from raydl.errors import ConfigError, UnknownNameError

@@ -56,7 +56,7 @@ import sys, torch
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
 from raydl.methods import METHODS, resolve
 from raydl.core.center import Center
-from raydl.core.rules import Mail, Now
+from raydl.core.rules import Letter, Mail, Now
 from raydl.core.optimizers import OPTIMIZERS, make_optimizer
 from raydl.elastic.plateau import Plateau
 model = torch.nn.Linear(2, 2, bias=False)
@@ -72,7 +72,8 @@ for name in METHODS:
     center = Center(torch.ones(4), torch.zeros(0), rule=method.rule, make_optimizer=make)
     sums = {lane: torch.ones(4) for lane in method.rule.lanes}
     numbers = dict.fromkeys(method.rule.numbers, 1.0)
-    center.apply_(Mail(sums, 1, 1.0, numbers), torch.zeros(0), Now(1))
+    letters = None if method.rule.sums else [Letter(sums, 1.0)]
+    center.apply_(Mail(sums, 1, 1.0, numbers, letters), torch.zeros(0), Now(1))
     center.load_optimizer(center.optimizer_state())
 Plateau(OptimizerConfig(lr_schedule="plateau")).note_score({"accuracy": 0.5})
 sys.exit("torch._dynamo" in sys.modules)

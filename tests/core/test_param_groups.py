@@ -23,7 +23,8 @@ from raydl.config import (
     from_dict,
     to_dict,
 )
-from raydl.core.optimizers import OPTIMIZERS, check_for_model, lr_at
+from raydl.core.lr_schedules import lr_at
+from raydl.core.optimizers import OPTIMIZERS, check_for_model
 from raydl.data import load
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.methods import resolve

@@ -8,7 +8,8 @@ from mails import NO_BUFFERS, center_of, mail
 
 from raydl.config import MethodConfig, OptimizerConfig
 from raydl.core import rules as blocks
-from raydl.core.rules import Now, State, lr_factor
+from raydl.core.lr_schedules import lr_factor
+from raydl.core.rules import Now, State
 from raydl.methods.data_parallel import MeanGradient
 from raydl.methods.diloco import AsyncDiLoCo
 from raydl.methods.easgd import (
