@@ -134,6 +134,8 @@ def main() -> int:
     )
     parser.add_argument("experiment", choices=list(EXPERIMENTS))
     options = parser.parse_args()
+    if (other := EXPERIMENTS[options.experiment].like) and options.runs is None:
+        parser.error(f"--runs must be the folder of {other}, whose settings it takes")
     with tempfile.TemporaryDirectory() as folder:
         place = options.runs or Path(folder)
         place.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,8 @@ def list_methods(arguments: Sequence[str]) -> int:
     from raydl.methods import METHODS
 
     if names:
-        print(_description(_kind_of(names[0])))
+        kind = _kind_of(names[0])
+        print(_description(kind, name=names[0]))
         return 0
     rows = [
         (
@@ -51,11 +52,15 @@ def _kind_of(name: str) -> type[Rule]:
     return METHODS[name]
 
 
-def _description(kind: type[Rule]) -> str:
-    """Return name, equation, source and defaults of a method."""
+def _description(kind: type[Rule], *, name: str) -> str:
+    """Return name, equation, source and defaults of a method; of a user's, its own words alone."""
     from raydl.methods.options import options_of
 
-    docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in kind.__mro__))
+    is_own = ":" in name
+    classes = (kind,) if is_own else kind.__mro__
+    docs = filter(None, (cls.__doc__ and inspect.cleandoc(cls.__doc__) for cls in classes))
+    source = vars(kind).get("source", kind.__module__) if is_own else kind.source
+    sentence = kind.sentence() if kind.__doc__ else "no docstring"
     equation = next((doc for doc in docs if "<-" in doc), "").partition("\n\nArgs:")[0]
     step = kind.local_step
     defaults = [f"--method.period {kind.period}", f"--lr {step.lr:g}"]
@@ -65,17 +70,18 @@ def _description(kind: type[Rule]) -> str:
     if kind.outer is not None:
         defaults += [f"--method.outer-lr {kind.outer[0]:g}"]
         defaults += [f"--method.outer-momentum {kind.outer[1]:g}"]
-    options = ",".join(f"{name}={value!r}" for name, value in options_of(kind).items())
+    given = options_of(kind).items()
+    options = ",".join(f"{n}={'...' if v is ... else repr(v)}" for n, v in given)
     defaults += [f"--method.options {options}"] if options else []
     defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
     defaults += [f"--fragments {kind.fragments}"] if kind.fragments > 1 else []
     defaults += [f"--exchange-delay {kind.delay}"] if kind.delay else []
     first, _, rest = equation.partition("\n\n")
-    is_said = first.replace("\n", " ").rstrip(".") == kind.sentence()
+    is_said = first.replace("\n", " ").rstrip(".") == sentence
     return (
-        f"{kind.name or kind.__name__} ({kind.strategy}): {kind.sentence()}\n\n"
+        f"{name} ({kind.strategy}): {sentence}\n\n"
         f"{rest if is_said else equation}\n\n"
-        f"source: {kind.source or kind.__module__}\ndefaults: {' '.join(defaults)}"
+        f"source: {source}\ndefaults: {' '.join(defaults)}"
     )
 
 

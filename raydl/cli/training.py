@@ -84,10 +84,12 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
     from raydl.core.scores import AVERAGED
 
     scores = {name: evaluation[name] for name in evaluation if name not in _NO_METRICS}
+    number = scores.pop(f"{AVERAGED}centers", None)
+    if number is None:
+        return _in_words(scores)
     averaged = {n[len(AVERAGED) :]: scores.pop(n) for n in [*scores] if n.startswith(AVERAGED)}
-    number = averaged.pop("centers", None)
-    of_mean = f"; the mean of {number:.0f} centers has {_in_words(averaged)}" if number else ""
-    return _in_words(scores) + of_mean
+    own = _in_words(scores)
+    return f"{own}; the mean of {number:.0f} centers has {_in_words(averaged)}"
 
 
 def _in_words(scores: dict[str, Any]) -> str:

@@ -54,15 +54,8 @@ def read_state(
 
 def write_state(
     optimizer: Optimizer, vectors: Mapping[str, Tensor], weights: Tensor, span: slice
-) -> list[tuple[Tensor, Tensor]]:
-    """Copy values into a state where it exists.
-
-    Returns:
-        The views that changed, and what was subtracted from each.
-    """
-    moves = []
+) -> None:
+    """Copy values into a state where it exists."""
     for name, values in vectors.items():
         for place, view in state_views(optimizer, name, weights, span):
-            moves.append((view, view - values[place]))
             view.copy_(values[place])
-    return moves

@@ -70,9 +70,10 @@ class Method:
     @property
     def needs_all_gradients(self) -> bool:
         """Whether an optimizer at the center would update a parameter without a gradient."""
-        return not self.rule.takes_steps and not ignores_zero_gradients(
+        ignores_zeros = self.rule.steps_along_gradient and ignores_zero_gradients(
             self.inner, self.own_optimizer
         )
+        return not self.rule.takes_steps and not ignores_zeros
 
 
 def check_weights(

@@ -350,9 +350,9 @@ def is_elementwise(config: OptimizerConfig, own: OwnOptimizer | None = None) -> 
 def vectors_in_state(config: OptimizerConfig, own: OwnOptimizer | None = None) -> frozenset[str]:
     """Return the names in the state of an optimizer of what has a value for each parameter.
 
-    Empty for one that is not elementwise, which may have other names for other parameters.
+    Empty for a named one that is not elementwise: it may have other names for other parameters.
     """
-    if not is_elementwise(config, own):
+    if own is None and not is_elementwise(config):
         return frozenset()
     sample = _sample()
     optimizer = _over(sample, config, own)

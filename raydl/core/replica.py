@@ -215,7 +215,7 @@ class Replica:
         self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
         self._reached_sent: dict[int, tuple[int, ...]] = {}
         self._moves: list[tuple[Tensor, Tensor]] | None = None
-        """Since ``keep``: parts of weights and of state, and what was subtracted from each."""
+        """Since ``keep``: parts of weights and kept vectors, and what was subtracted from each."""
         self.num_steps = 0
         """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
@@ -559,9 +559,9 @@ class Replica:
         before = [tensor.clone() for tensor in changed] if self._moves is not None else []
         self._rule.land_(replica, center.weights, center.state, arrival.now)
         if self._optimizer and self._rule.inner:
-            inner = write_state(self._optimizer, replica.inner, self.flat.weights, span)
-            if self._moves is not None:
-                self._moves.extend(inner)
+            # Not undone with a failed round: local steps have changed it since, and what was
+            # averaged does no harm when the round is repeated.
+            write_state(self._optimizer, replica.inner, self.flat.weights, span)
         if center.buffers.numel():
             self.flat.buffers.copy_(center.buffers)
         if self._moves is not None:

@@ -274,8 +274,8 @@ class Rule:
         local_step: defaults of the local step.
         has_momentum_at_center: whether the user's momentum is at the center (the master), not at
             the replicas.
-        clips: False: ``optimizer.clip_grad_norm`` does not apply, since the length of what the
-            optimizer steps along means nothing.
+        steps_along_gradient: False: what the optimizer at the center steps along is no gradient. It
+            is not clipped, and may move a parameter that has no gradient.
         outer: default (rate, momentum) of the outer step, or None if there is none to set.
         overlap: whether a message that is composed ahead travels while the gradient is computed.
         steps_by_speed: whether slower workers always take fewer local steps.
@@ -304,7 +304,7 @@ class Rule:
     source: str = ""
     local_step: LocalStep = LocalStep()
     has_momentum_at_center: bool = False
-    clips: bool = True
+    steps_along_gradient: bool = True
     outer: tuple[float, float] | None = None
     overlap: bool = True
     steps_by_speed: bool = False

@@ -18,15 +18,15 @@ class CGAD(Outer):
     m <- mu*m + (1 - mu)*D ; v <- r*v + (1 - r)*D*D ;
     c <- c - lr/p * (m / (1 - mu^n)) / (sqrt(v / (1 - r^n)) + e) ; x_i <- c
 
-    t is how many messages of others moved the center since this worker received it, n the number
-    of messages so far. A message of a part of a round counts as that part of a message. We know
-    that k is an exponential times a cosine from the abstract of arXiv 2605.09126; its form, the
-    defaults and lr/p are our reading. lr, mu, r and e are those of DiLoCo with Adam outside
-    (arXiv 2311.08105).
+    t is the age of D in rounds of all workers: how many messages of others moved the center since
+    this worker received it, divided by p; n is the number of messages so far. A message of a part
+    of a round counts as that part of a message. We know that k is an exponential times a cosine
+    from the abstract of arXiv 2605.09126; its form, the defaults and lr/p are our reading. lr, mu,
+    r and e are those of DiLoCo with Adam outside (arXiv 2311.08105).
 
     Args:
         decay: a, 0 or more.
-        cutoff: T, messages.
+        cutoff: T, rounds.
         second: r, in [0, 1).
         eps: e, more than 0.
     """
@@ -58,15 +58,16 @@ class CGAD(Outer):
         """M and v."""
         return "momentum_buffer", "square"
 
-    def worth(self, age: int) -> float:
-        """Return k, what progress of an age counts, 0..1."""
+    def worth(self, age: float) -> float:
+        """Return k, what progress of an age in rounds counts, 0..1."""
         if age >= self.cutoff:
             return 0.0
         return math.exp(-self.decay * age) * (1 + math.cos(math.pi * age / self.cutoff)) / 2
 
     def merge_(self, center: Tensor, mail: Mail, state: State, now: Now) -> None:
         """Weigh D by its age, then step as Adam."""
-        share, progress = now.share_of_round, mail.mean("progress").mul_(self.worth(now.staleness))
+        share, age = now.share_of_round, now.staleness / now.num_workers
+        progress = mail.mean("progress").mul_(self.worth(age))
         first, second = state["momentum_buffer"], state["square"]
         state.numbers["messages"] += share
         n = state.numbers["messages"]

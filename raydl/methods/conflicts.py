@@ -48,7 +48,7 @@ class Choice:
 
     @property
     def missing_inner(self) -> str:
-        """What the rule shares of the optimizer's state, and it does not keep; or empty."""
+        """The state that the rule shares and the optimizer lacks; or empty."""
         wanted = self.method.rule.inner
         known = vectors_in_state(self.inner, self.method.own_optimizer) if wanted else ()
         return " and ".join(name for name in wanted if name not in known)
@@ -241,8 +241,8 @@ CONFLICTS = (
     Conflict(
         "optimizer.name",
         lambda x: bool(x.missing_inner),
-        "must keep {x.missing_inner} for {x.method.name}, as adam and adamw do, got "
-        "{x.inner.name}: the workers share the state of their optimizers",
+        "must be an optimizer with {x.missing_inner} in its state for {x.method.name}, such as "
+        "adamw, got {x.inner.name}: the workers average this state",
     ),
     Conflict(
         "method.strategy",

@@ -149,27 +149,34 @@ def check_rule(rule: Rule) -> None:
     _check_methods(rule, name)
 
 
-def try_rule(rule: Rule, num_parameters: int, *, device: torch.device = _CPU) -> None:
+def try_rule(
+    rule: Rule,
+    num_parameters: int,
+    *,
+    device: torch.device = _CPU,
+    is_rate_ever_zero: bool = True,
+) -> None:
     """Try a custom rule on small tensors.
 
     Args:
         rule: a rule that ``check_rule`` accepted.
         num_parameters: parameters of an exchange; a rule may hold tensors of that size.
         device: device of the exchange.
+        is_rate_ever_zero: whether the learning rate is 0 at the begin or at the end of the run.
 
     Raises:
         ConfigError: if the center does not move in place, or the rule keeps state in itself.
         Exception: any exception of the rule's own code.
     """
     try:
-        _try(rule, trial_values(6, device), least_updates=_NUM_UPDATES)
+        _try(rule, trial_values(6, device), _NUM_UPDATES, is_rate_ever_zero)
     except ConfigError:
         raise
     except Exception:  # perhaps it holds tensors of the exchange's size
-        _try(rule, trial_values(num_parameters, device), least_updates=2)
+        _try(rule, trial_values(num_parameters, device), 2, is_rate_ever_zero)
 
 
-def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
+def _try(rule: Rule, values: Tensor, least_updates: int, is_rate_ever_zero: bool) -> None:
     name = type(rule).__name__
     try:
         tried = copy.deepcopy(rule)
@@ -182,9 +189,11 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     _refuse_state(tried, before, name, "pull")
     _try_updates(tried, name, values, least=least_updates)
     _refuse_state(tried, before, name, "merge_")
-    _try_without_rate(tried, name, values)
+    if is_rate_ever_zero:
+        _try_without_rate(tried, name, values)
     for moment in _MOMENTS:
-        tried.checked_period(moment)
+        if moment.lr or is_rate_ever_zero:
+            tried.checked_period(moment)
     _refuse_state(tried, before, name, "period_at")
 
 
@@ -221,6 +230,9 @@ def _check_names(rule: Rule, name: str) -> None:
     if not rule.lanes or (is_simple and len(rule.lanes) != 1):
         wanted = "one name, since it sends its weights or gradients" if is_simple else "names"
         raise ConfigError("method.name", f"{name}.lanes must have {wanted}, got {rule.lanes!r}")
+    if rule.inner and is_simple:
+        problem = f"{name}.inner must be empty, since it sends its weights or gradients"
+        raise ConfigError("method.name", problem)
     _check_lane_rounds(rule, name)
     if rule.ahead and not rule.takes_steps:
         raise ConfigError(
@@ -283,9 +295,7 @@ def _trial_state(rule: Rule, like: Tensor) -> State:
 def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
     """Compose a message twice: both are equal, fit the lanes, and change nothing."""
     messages = []
-    rounds = (
-        (-1, -1, 0) if rule.lane_rounds else (-1, -1)
-    )  # all lanes twice, and those of the first
+    rounds = (-1, -1, 0) if rule.lane_rounds else (-1, -1)  # all lanes twice, then those of round 0
     for lanes in map(rule.lanes_at, rounds):
         kept = {name: torch.zeros_like(values) for name in rule.keeps}
         inner = {name: values.abs() for name in rule.inner}
@@ -398,10 +408,14 @@ def _try_without_rate(rule: Rule, name: str, values: Tensor) -> None:
         state.step_along_ = _sgd_at(center)
     out = {lane: torch.zeros_like(values) for lane in rule.lanes}
     message = rule.compose(replica, center.clone(), state, out)
-    sums = {lane: vector * message.weight for lane, vector in message.lanes.items()}
-    numbers = {key: number * message.weight for key, number in message.numbers.items()}
-    letters = None if rule.sums else [Letter(message.lanes, message.weight)]
-    rule.merge_(center.detach(), Mail(sums, 1, message.weight, numbers, letters), state, Now(1))
+    count = 2 if rule.strategy == "sync" else 1
+    weight = count * message.weight
+    if not weight:  # then a center is not updated
+        return
+    sums = {lane: vector * weight for lane, vector in message.lanes.items()}
+    numbers = {key: number * weight for key, number in message.numbers.items()}
+    letters = None if rule.sums else [Letter(message.lanes, message.weight)] * count
+    rule.merge_(center.detach(), Mail(sums, count, weight, numbers, letters), state, _NOW)
     if not bool(torch.isfinite(center).all()):
         raise ConfigError(
             "method.name",

@@ -15,6 +15,8 @@ from raydl.methods.options import between
 
 _CHUNK = 64
 """Values that are transformed together; what is left at the end of a span stays as it is."""
+_ROUNDING = 1e-12
+"""A smaller part of the largest coefficient is zero but for rounding, in float64."""
 
 
 class DeMo(MeanGradient):
@@ -28,7 +30,7 @@ class DeMo(MeanGradient):
     SGD the step is c - eta*sign(s). (arXiv 2411.19870.) In the released code the chunks are tiles
     of each tensor, coefficients travel as float32, and eta is a factor of g in e; here the chunks
     are of the flat vector, and the codec sends two bits a value. Nothing is clipped: all signs have
-    the same length.
+    the same length. A place without a gradient moves, too, if its chunk has one elsewhere.
 
     Args:
         decay: b, in [0, 1].
@@ -39,7 +41,7 @@ class DeMo(MeanGradient):
     sums = False
     compression = f"chunk-topk:8/{_CHUNK}"
     local_step = LocalStep(lr=1e-3)
-    clips = False
+    steps_along_gradient = False
 
     def __init__(self, *, decay: float = 0.999) -> None:
         self.feedback_decay = between("decay", decay, 0, 1)
@@ -59,8 +61,11 @@ class DeMo(MeanGradient):
             sent = letter.lanes["coefficients"]
             total.add_(sent, alpha=letter.weight)
             weight.add_(sent != 0, alpha=letter.weight)
-        mean = torch.where(weight > 0, total / weight, 0.0)
-        state.step_along_(cosine_transform(mean, out=total, inverse=True).sign_())
+        mean = torch.where(weight > 0, total / weight, 0.0).double()
+        step = cosine_transform(mean, out=torch.empty_like(mean), inverse=True)
+        # Every rank takes this step: no sign may depend on how a processor rounds.
+        step[step.abs() <= _ROUNDING * mean.abs().amax()] = 0.0
+        state.step_along_(step.sign_().to(center))
 
 
 def cosine_transform(values: Tensor, *, out: Tensor, inverse: bool = False) -> Tensor:

@@ -21,9 +21,11 @@ class DESLOC(LocalSGD):
     u_i <- mean(u) in every 3rd exchange, v_i <- mean(v) in every 6th
 
     u and v are the first and second moment in Adam. They change more slowly than the weights, so
-    their means may be older. An exchange with all three has three times the bytes, the mean of six
-    has 1.5. A newcomer begins without moments, and has those of all from the next mean on.
-    (arXiv 2505.22549, from second hand: intervals of tau, 3 tau and 6 tau.)
+    their means may be older. An exchange of all three sends three times the bytes; over six
+    exchanges it is 1.5 times on average. A newcomer begins without moments, and gets those of all
+    with the next mean. Its count of steps, by which Adam corrects them, is its own: at first its
+    steps are shorter than those of the others. (arXiv 2505.22549, at second hand: intervals of tau,
+    3 tau and 6 tau.)
 
     Args:
         first: exchanges from one mean of u to the next.

@@ -52,6 +52,8 @@ class QSR(LocalSGD):
     def period_at(self, moment: Moment) -> int:
         """Return max(H, min(L, floor((g/eta)^2)))."""
         eta = moment.peak_lr if moment.is_warming_up else moment.lr
+        if self.growth == 0:
+            return moment.period
         if eta * math.sqrt(self.longest) <= self.growth:
             return max(moment.period, self.longest)
         return max(moment.period, math.floor((self.growth / eta) ** 2))

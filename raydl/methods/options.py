@@ -25,16 +25,17 @@ def reads_settings(kind: type[Rule]) -> bool:
     """Whether a class constructs itself from the settings, rather than from its options alone."""
     from raydl.core.rules import Rule
 
-    return kind.from_config.__func__ is not Rule.from_config.__func__  # type: ignore[attr-defined]
+    own = inspect.getattr_static(kind, "from_config")
+    return own is not inspect.getattr_static(Rule, "from_config")
 
 
 def options_of(kind: type[Rule]) -> dict[str, Any]:
-    """Return the options of a method with their defaults, by name."""
+    """Return the options of a method with their defaults, by name; ``...``: it has none."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     others = (*_SET_ELSEWHERE, "nesterov") if reads_settings(kind) else ()
     own = (p for p in named if p.name not in others)
-    return {p.name: None if p.default is p.empty else p.default for p in own}
+    return {p.name: ... if p.default is p.empty else p.default for p in own}
 
 
 def check_options(kind: type[Rule], name: str, given: dict[str, Any]) -> None:

@@ -57,9 +57,7 @@ def resolve(
         overlap=kind.overlap if config.exchange.overlap is None else config.exchange.overlap,
         steps_by_speed=kind.steps_by_speed or config.method.steps_by_speed,
         optimizer=optimizer,
-        inner=dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
-        if kind.has_momentum_at_center
-        else optimizer,
+        inner=_inner(kind, optimizer),
         compression=config.exchange.compression or given.compression,
         fragments=fragments,
         delay=delay,
@@ -104,9 +102,16 @@ def _filled_optimizer(
     if nesterov and momentum == 0:
         problem = f"needs momentum; {method} has none: set optimizer.momentum"
         raise ConfigError("optimizer.nesterov", problem)
-    if not kind.clips:
-        optimizer = dataclasses.replace(optimizer, clip_grad_norm=None)
     return dataclasses.replace(optimizer, momentum=momentum, lr=lr, nesterov=nesterov)
+
+
+def _inner(kind: type[Rule], optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Return the settings without those that do not apply to the optimizer of a method."""
+    if kind.has_momentum_at_center:
+        optimizer = dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
+    if not kind.steps_along_gradient:
+        optimizer = dataclasses.replace(optimizer, clip_grad_norm=None)
+    return optimizer
 
 
 def _filled_method(
@@ -137,10 +142,5 @@ def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
             config.method, period=AUTO if method.finds_tuning else method.period
         ),
         optimizer=method.optimizer,
-        exchange=dataclasses.replace(
-            config.exchange,
-            compression=method.compression,
-            fragments=method.fragments,
-            delay=method.delay,
-        ),
+        exchange=dataclasses.replace(config.exchange, compression=method.compression),
     )

@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from raydl.config import TrainConfig
 from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
+from raydl.core.lr_schedules import lr_at
 from raydl.core.method import Method, check_weights
 from raydl.core.optimizers import check_for_model, no_gradient_text
 from raydl.core.saved_state import check_state
@@ -90,7 +91,8 @@ def try_model(
     if method.has_custom_rule:
         shards = config.exchange.center_shards
         size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=method.fragments)
-        try_rule(method.rule, size)
+        ends = [lr_at(method.optimizer, share) for share in (0.0, 1.0)]
+        try_rule(method.rule, size, is_rate_ever_zero=0.0 in ends)
     optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()

@@ -209,12 +209,22 @@ class RoundRunner:
         codec, decay = self._method.codec(compression), self._method.rule.feedback_decay
         self.feedback.clear()
         for start, stop, saved in state:
+            if not self._is_of_this_method(saved["residual"], stop - start):
+                why = "the messages of the method before had other vectors"
+                self._lost_residuals.append(LostResidual(float(saved["residual"].norm()), why))
+                continue
             feedback = self.feedback[start, stop] = ErrorFeedback(codec, decay=decay)
             feedback.load_state_dict(saved if "of" in saved else self._of_mean(saved))
         self.residual = self._norm_of_residuals()
         if unknown := math.hypot(*(saved.get("unanswered", 0.0) for *_, saved in state)):
             why = "it is not known whether its last message before the state was saved was applied"
             self._lost_residuals.append(LostResidual(unknown, why))
+
+    def _is_of_this_method(self, residual: torch.Tensor, size: int) -> bool:
+        """Whether a residual is none, or has the lanes that each message of this method has."""
+        rule = self._method.rule
+        is_whole = len(residual) == len(rule.lanes) * size and not rule.lane_rounds
+        return is_whole or not len(residual)
 
     def _of_mean(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state of an earlier version, whose gradients were sums over full batches."""

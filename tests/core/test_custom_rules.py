@@ -170,6 +170,36 @@ class DividesByTheRate(Progress):
         center.sub_(mail.mean("progress") / eta)
 
 
+class WeighsByRate(Progress):
+    """Its message weighs nothing at the rate 0, so that the center is not updated."""
+
+    def compose(self, replica, center, state, out):
+        return Message({"progress": center - replica.x}, weight=replica.since.rates)
+
+    def merge_(self, center, mail, state, now):
+        center.sub_(mail.mean("progress"))
+
+
+class Spread(Progress):
+    """Looks at how far the messages are apart, so that it needs two."""
+
+    sums = False
+
+    def merge_(self, center, mail, state, now):
+        vectors = torch.stack([letter.lanes["progress"] for letter in mail.each()])
+        center.sub_(vectors.mean(0) / (1 + vectors.std(0)))
+
+
+class OwnConstructor(ValidRule):
+    @staticmethod
+    def from_config(config):
+        return OwnConstructor()
+
+
+class InnerOfGradients(GradientRule):
+    inner = ("exp_avg",)
+
+
 class Forgets(Progress):
     def merge_(self, center, mail, state, now):
         center.sub_(state["momentum"])
@@ -273,6 +303,7 @@ def check_like_a_run(rule, num_parameters=12):
             DividesByTheRate,
             "DividesByTheRate.merge_() made the center NaN or infinite after a step",
         ),
+        (InnerOfGradients, "InnerOfGradients.inner must be empty, since it sends its weights or"),
         (Silent, "Silent.lane_rounds must have a whole number of rounds for some of the lanes ['p"),
         (Deaf, "Deaf.compose() must return lanes ['progress'], got ['progress', 'other']; those"),
         (WrongLane, "WrongLane.compose() must return lanes ['difference'], got ['progress']"),
@@ -304,6 +335,16 @@ def test_state_that_is_not_named_is_one_sentence(kind, sentence):
         try_rule(kind(), 12)
 
 
+@pytest.mark.parametrize("kind", [WeighsByRate, Spread])
+def test_rules_that_are_right_at_the_rate_0_are_accepted(kind):
+    check_like_a_run(kind())
+
+
+def test_a_class_may_construct_itself_by_a_static_method():
+    config = TrainConfig(method=MethodConfig(name="test_custom_rules:OwnConstructor"))
+    assert isinstance(resolve(config).rule, OwnConstructor)
+
+
 class HasBeta(Progress):
     """D_i = c - x_i ; c <- c - beta*mean(D)."""
 
@@ -329,6 +370,10 @@ def test_a_class_of_a_users_is_shown_as_a_named_method_is(capsys):
     assert "c <- c - beta*mean(D)" in shown
     assert "--method.options beta=0.5,lr=1.0" in shown
     assert cli.main(["methods", "test_custom_rules:Missing"]) == 2
+    assert cli.main(["methods", "test_custom_rules:WantsARate"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("test_custom_rules:WantsARate (sync): ")
+    assert "--method.options rate=..." in shown
 
 
 def test_the_message_says_where_state_belongs():

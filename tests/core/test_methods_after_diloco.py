@@ -25,6 +25,7 @@ from raydl.methods.des_loc import DESLOC
 from raydl.methods.diloco import RestartedDiLoCo
 from raydl.methods.fednova import FedNova
 from raydl.methods.heloco import HeLoCo
+from raydl.methods.resolve import filled_in
 from raydl.methods.scaffold import Scaffold
 from raydl.methods.slowmo import SlowMo
 from raydl.methods.sparse_loco import SparseLoCo
@@ -189,8 +190,15 @@ def test_progress_counts_the_less_for_cgad_the_older_it_is():
     assert [rule.worth(0), rule.worth(16), rule.worth(100)] == [1, 0, 0]
     assert rule.worth(8) == pytest.approx(0.5 * np.exp(-0.8))
     center = center_at(rule, 10)
-    meet(center, replica_at(rule, 6), now=Now(2, staleness=16))
+    meet(center, replica_at(rule, 6), now=Now(2, staleness=32))
     assert center.weights.item() == 10
+
+
+def test_the_age_of_progress_is_in_rounds_so_that_many_equal_workers_train():
+    """Of 32 equal workers each finds 31 messages of the others: about one round."""
+    center = center_at(CGAD(), 10)
+    meet(center, replica_at(center.rule, 6), now=Now(32, staleness=31))
+    assert center.weights.item() < 10
 
 
 def test_part_of_a_round_is_part_of_a_step_of_cgad():
@@ -468,9 +476,33 @@ def test_streaming_diloco_has_fragments_and_a_delay_that_fit_its_period(settings
 
 
 def test_demo_is_not_clipped_since_all_signs_have_the_same_length():
-    assert method_of("demo", optimizer={"clip_grad_norm": 5.0}).inner.clip_grad_norm is None
-    assert method_of("demo", exchange={"fragments": 1}).optimizer.clip_grad_norm is None
+    method = method_of("demo", optimizer={"clip_grad_norm": 5.0})
+    assert method.inner.clip_grad_norm is None
+    assert method.optimizer.clip_grad_norm == 5, "what the user set is recorded"
     assert method_of("sync-sgd").inner.clip_grad_norm == OptimizerConfig().clip_grad_norm
+
+
+def test_demo_needs_all_gradients_since_it_moves_whole_chunks():
+    assert method_of("demo", optimizer={"momentum": 0.0}).needs_all_gradients
+    plain = {"momentum": 0.0, "weight_decay": 0.0}
+    assert not method_of("sync-sgd", optimizer=plain).needs_all_gradients
+
+
+def test_the_settings_that_a_run_records_fit_another_period():
+    """The fragments and the delay of streaming-diloco are not recorded: they follow the period."""
+    config = TrainConfig(method=MethodConfig(name="streaming-diloco"))
+    recorded = filled_in(config, resolve(config))
+    again = dataclasses.replace(recorded, method=MethodConfig(name="streaming-diloco", period=16))
+    assert (resolve(again).fragments, resolve(again).delay) == (4, 3)
+
+
+def own_adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def test_a_users_function_may_make_the_optimizer_of_des_loc():
+    config = TrainConfig(method=MethodConfig(name="des-loc"))
+    assert resolve(config, own_optimizer=own_adamw).rule.inner == ("exp_avg", "exp_avg_sq")
 
 
 def test_other_methods_have_neither_fragments_nor_delay():
@@ -487,9 +519,13 @@ def test_other_methods_have_neither_fragments_nor_delay():
         (
             "des-loc",
             {"optimizer": {"name": "sgd", "momentum": 0.9}},
-            "optimizer.name must keep exp_avg and exp_avg_sq for des-loc, as adam and adamw do, g",
+            "optimizer.name must be an optimizer with exp_avg and exp_avg_sq in its state for ",
         ),
-        ("des-loc", {"optimizer": {"name": "muon"}}, "optimizer.name must keep exp_avg and exp"),
+        (
+            "des-loc",
+            {"optimizer": {"name": "muon"}},
+            "optimizer.name must be an optimizer with exp",
+        ),
         ("des-loc", {"exchange": {"compression": "int8"}}, "exchange.compression must be none for"),
     ],
 )

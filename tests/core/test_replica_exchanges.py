@@ -14,10 +14,11 @@ from raydl.core.exchange import Arrival, Header, StepPlan, toward_center
 from raydl.core.flat import FlatModel
 from raydl.core.optimizers import make_optimizer
 from raydl.core.replica import Replica
-from raydl.core.rules import Now, Travelled
+from raydl.core.rules import Now, State, Travelled
 from raydl.data import Batches, Normalizer
 from raydl.errors import NonFiniteError
 from raydl.methods.data_parallel import MeanGradient
+from raydl.methods.des_loc import DESLOC
 from raydl.methods.easgd import Elastic
 from raydl.methods.outer import Outer
 from raydl.metrics import TimeParts
@@ -55,14 +56,14 @@ class Still:
         pass
 
 
-def small_replica(rule, *, lr=1e-30, has_dynamic_weights=False, training=None):
+def small_replica(rule, *, lr=1e-30, has_dynamic_weights=False, training=None, optimizer="sgd"):
     torch.manual_seed(3)
     task = Classification(linear)
     return Replica(
         FlatModel(task.build_model(SHAPE)),
         task,
         rule=rule,
-        make_optimizer=make_optimizer(OptimizerConfig(lr=lr, clip_grad_norm=None)),
+        make_optimizer=make_optimizer(OptimizerConfig(name=optimizer, lr=lr, clip_grad_norm=None)),
         time_parts=TimeParts(),
         training=training or TrainingConfig(batch_size=8),
         has_dynamic_weights=has_dynamic_weights,
@@ -186,6 +187,38 @@ def test_a_replica_that_copies_the_center_can_undo_that(rule):
     replica.undo_()
     moved = torch.dist(before, replica.flat.weights).item()
     assert (moved == 0.0) if not rule.takes_steps else (0 < moved < 1)
+
+
+class StillWithMoments(Still):
+    """The mean of the moments of all workers is 0."""
+
+    def __init__(self):
+        super().__init__()
+        zeros = {lane: torch.zeros(SIZE) for lane in ("first", "second")}
+        self.center = Mirror(torch.zeros(SIZE), torch.zeros(0), State(zeros))
+
+    def begin(self, message, buffers, header, distrust=0.0):
+        self.sent.append(message.lanes)
+
+
+def test_what_was_averaged_of_the_optimizers_state_is_not_undone():
+    """Local steps change it before the undo: v_old - mean(v) would be added to what is left."""
+    replica, exchange = (
+        small_replica(DESLOC(first=1, second=1), optimizer="adamw"),
+        StillWithMoments(),
+    )
+    replica.step(batch_of())
+    state = replica.state_dict()["optimizer"]["state"][0]
+    assert bool(state["exp_avg_sq"].any())
+    before = replica.flat.weights.clone()
+    replica.keep()
+    replica.step(batch_of(), both(exchange))
+    assert set(exchange.sent[0]) == {"progress", "first", "second"}
+    replica.undo_()
+    state = replica.state_dict()["optimizer"]["state"][0]
+    assert not state["exp_avg"].any()
+    assert not state["exp_avg_sq"].any()
+    torch.testing.assert_close(replica.flat.weights, before)
 
 
 def test_progress_that_takes_effect_later_keeps_the_steps_in_between():

@@ -38,6 +38,7 @@ def test_a_round_of_qsr_has_a_limit_of_the_users():
     moment = Moment(4, lr=0.1, peak_lr=1.0)
     assert QSR(growth=1.0, longest=30).period_at(moment) == 30
     assert QSR(growth=1.0, longest=2).period_at(moment) == 4
+    assert QSR(growth=0).period_at(Moment(4, lr=0.0, peak_lr=1.0)) == 4
 
 
 def test_during_the_warm_up_qsr_has_the_period_of_the_peak():
@@ -108,6 +109,19 @@ def test_a_period_that_is_no_whole_number_is_refused_before_the_run(answer):
     assert str(caught.value).startswith(
         f"method.name Broken.period_at() must return a whole number of at least 1, got {answer!r}"
     )
+
+
+class Inverse(LocalSGD):
+    """A rule of a user's that needs a rate."""
+
+    def period_at(self, moment):
+        return max(1, int(0.1 / moment.lr))
+
+
+def test_a_period_that_needs_a_rate_is_fine_where_the_rate_is_never_zero():
+    try_rule(Inverse(), 8, is_rate_ever_zero=False)
+    with pytest.raises(ZeroDivisionError):
+        try_rule(Inverse(), 8)
 
 
 def test_a_period_of_numpy_is_a_whole_number():

@@ -64,6 +64,13 @@ CASES = {
     "des-loc, staged fragments": config(
         "des-loc", period=4, exchange={"fragments": 2, "delay": 1, "resident": False}
     ),
+    "des-loc, all in each exchange": config(
+        "des-loc",
+        period=4,
+        options="first=1,second=1",
+        optimizer={"lr": 0.01, "options": "betas=(0.9, 0.5)"},
+        exchange={"fragments": 2},
+    ),
     "demo": config("demo", optimizer={"lr": 0.01}),
 }
 

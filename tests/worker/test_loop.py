@@ -314,6 +314,20 @@ def test_a_run_that_resumes_with_other_fragments_and_without_a_codec_loses_nothi
     assert second.center_weights().tolist() == [-48, -24, -14, -7], "one and two steps"
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("method", ["scaffold", "des-loc"])
+def test_what_a_method_with_other_vectors_left_out_is_lost_and_said(method, fragments):
+    first = slopes("local-sgd", "topk:0.25").join()
+    first.run(rounds=5)
+    states = {w.worker_id: w.pop_kept(-1) for w in first.workers}
+    second = slopes(method, "none", fragments=fragments)
+    second.join(first.workers[0].center(), states).run(rounds=3)
+    for worker in second.workers:
+        [lost] = worker.report().lost_residuals
+        assert lost.norm > 0
+        assert lost.why == "the messages of the method before had other vectors"
+
+
 def test_gradients_left_out_by_an_earlier_version_are_read_as_means():
     """It stored sums over the samples of a round: three samples a step here."""
     first = slopes("sync-sgd", "topk:0.25").join()

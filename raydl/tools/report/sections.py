@@ -120,7 +120,8 @@ def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
     if not best:
         return []
     after = written(best.get("samples"), "after {:,.0f} samples")
-    is_mean = run.config.get("evaluation.average") and not run.config.get("evaluation.metric")
+    metric = run.config.get("evaluation.metric") or AVERAGED
+    is_mean = run.config.get("evaluation.average") and str(metric).startswith(AVERAGED)
     prefix, what = (AVERAGED, "Best mean of centers:") if is_mean else ("", "Best center")
     if "accuracy" in best:
         return [(f"{what} accuracy", written(best.get(f"{prefix}accuracy"), "{:.2%}"), after)]
