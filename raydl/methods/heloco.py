@@ -37,6 +37,7 @@ class HeLoCo(DiLoCo):
 
     name, strategy, period = "heloco", "async", 20
     source = "arXiv 2606.00271, our reading"
+    outer = (0.7, 0.9)
     steps_by_speed = True
 
     def __init__(

@@ -19,7 +19,7 @@ def test_the_defaults_of_a_method_are_shown_as_options(capsys):
     assert cli.main(["methods", "diloco"]) == 0
     shown = capsys.readouterr().out
     assert "m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m)" in shown
-    assert "--method.outer-lr 0.7 --method.outer-momentum 0.9" in shown
+    assert "--method.outer-lr 0.7 --method.outer-momentum 0.7" in shown
     assert cli.main(["methods", "eamsgd"]) == 0
     assert "--momentum 0.99 --optimizer.nesterov" in capsys.readouterr().out
     assert cli.main(["methods", "sparse-loco"]) == 0
