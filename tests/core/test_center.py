@@ -51,7 +51,7 @@ def test_the_two_newest_snapshots_that_a_checkpoint_needs_stay():
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("method", ["async-msgd", "async-diloco"])
+@pytest.mark.parametrize("method", ["async-msgd", "async-diloco", "cgad", "heloco"])
 def test_a_center_rebuilt_from_a_workers_copy_has_the_optimizer_of_the_lost_center(method, shards):
     ensemble = Ensemble(config(method, exchange={"center_shards": shards}), num_workers=2).join()
     ensemble.run(3)

@@ -68,7 +68,9 @@ def test_a_worker_for_which_the_coordinator_has_no_work_finishes(method):
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("method", ["async-easgd", "hogwild-msgd", "async-diloco"])
+@pytest.mark.parametrize(
+    "method", ["async-easgd", "hogwild-msgd", "async-diloco", "dc-asgd", "cgad"]
+)
 def test_messages_are_sent_in_fragments_to_shards_with_delay(method, shards, fragments, delay):
     exchange = ExchangeConfig(fragments=fragments, delay=delay, center_shards=shards)
     ensemble = Ensemble(

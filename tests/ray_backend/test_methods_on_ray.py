@@ -103,7 +103,8 @@ def check_center(config, snapshot):
     "method",
     [
         "original-easgd", "async-easgd", "hogwild-easgd", "async-msgd", "hogwild-sgd",
-        "async-diloco", "sync-easgd", "sync-sgd", "diloco",
+        "async-diloco", "sync-easgd", "sync-sgd", "diloco", "sparse-loco", "scaffold", "des-loc",
+        "demo", "cgad",
     ],
 )  # fmt: skip
 def test_methods_of_every_kind_train_among_actors_and_counts_every_sample(actors, method):
