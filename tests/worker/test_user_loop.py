@@ -24,6 +24,7 @@ from raydl.config import (
 from raydl.core.rules import GradientRule
 from raydl.elastic.rendezvous import RendezvousServer
 from raydl.errors import AttachError, ConfigError, RaydlError
+from raydl.methods import METHODS
 from raydl.methods.easgd import Elastic
 from raydl.tasks import Classification
 from raydl.worker.user_loop import job_of, terms_of
@@ -574,6 +575,22 @@ def test_an_error_is_reported_in_one_sentence_before_anything_starts(change, sen
     with pytest.raises(RaydlError, match=re.escape(sentence)):
         Threads(config).attach(model, optimizer)
     assert not before or equal_states(before, copy_state(model))
+
+
+REFUSED = {"sync-sgd", "sync-msgd", "demo", "qsr", "post-local-sgd", "scaffold", "des-loc"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_is_attached_or_refused_by_its_name(name):
+    model = net()
+    attach = functools.partial(
+        job_of, user_loop_config(MethodConfig(name=name), 2), model, sgd(model), None
+    )
+    if name not in REFUSED:
+        assert attach().method.name == name
+        return
+    with pytest.raises(ConfigError, match=f"^method.name cannot be {name}[ :]"):
+        attach()
 
 
 def test_attach_outside_a_ray_actor_says_that_it_needs_one():
