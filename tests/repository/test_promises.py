@@ -184,7 +184,8 @@ def test_every_method_and_its_equations_are_in_the_docs(root):
 
 def commands(text):
     """Return the raydl commands in the code blocks of a text, fenced or indented."""
-    blocks = re.findall(r"^```(?:bash|console)?\n(.*?)^```", text, flags=re.M | re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.M | re.S)
+    blocks = [block for language, block in fenced if language in ("", "bash", "console")]
     blocks += re.findall(r"^ {4}(raydl (?:.*\\\n)*.*)$", text, flags=re.M)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
