@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -188,7 +189,7 @@ def commands(text):
     blocks = [block for language, block in fenced if language in ("", "bash", "console")]
     blocks += re.findall(r"^ {4}(raydl (?:.*\\\n)*.*)$", text, flags=re.M)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("raydl ")]
 
 
 class Parsed(Exception):
