@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 
-from raydl.elastic.failures import _ordinal
+from raydl.config import ElasticConfig
+from raydl.elastic.failures import WorkerErrors
 from raydl.errors import DataError, InfrastructureError, failure_of_machine
 
 OF_MACHINE = [
@@ -85,5 +86,26 @@ def test_the_error_names_the_process_and_survives_pickling():
         (111, "111th"), (112, "112th"), (113, "113th"), (122, "122nd"),
     ],
 )  # fmt: skip
-def test_an_ordinal_number_is_written_as_in_english(number, text):
-    assert _ordinal(number) == text
+def test_a_worker_that_failed_too_often_is_not_replaced_and_the_number_is_said(number, text):
+    errors = WorkerErrors(ElasticConfig(max_worker_errors=number - 1), lambda: 0.0)
+    for _ in range(number - 1):
+        assert errors.why_not_replaced("w1") == ""
+        errors.note("w1", "node")
+    assert errors.why_not_replaced("w1") == (
+        f"w1 failed for the {text} time within an hour, more often than elastic.max_worker_errors"
+    )
+
+
+def test_errors_of_an_hour_ago_are_forgotten_and_those_of_the_worker_before_are_not():
+    now = [0.0]
+    errors = WorkerErrors(ElasticConfig(max_worker_errors=1), lambda: now[0])
+    errors.note("w1", "node")
+    errors.replace("w1", "w4")
+    assert errors.why_not_replaced("w4") == (
+        "w4, which replaces w1, failed for the second time within an hour, more often than "
+        "elastic.max_worker_errors"
+    )
+    now[0] = 3599.0
+    assert errors.why_not_replaced("w4")
+    now[0] = 3600.0
+    assert errors.why_not_replaced("w4") == ""
