@@ -90,7 +90,7 @@ $(VENV)/installed-mutants: $(VENV)/installed-dev
 	$(PIP) --editable '.[mutants]'
 	@touch $@
 
-mutants: $(VENV)/installed-mutants  ## change the core line by line, see whether tests or types notice; an hour
+mutants: $(VENV)/installed-mutants  ## change the core line by line, see whether tests or types notice; hours
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mutmut run > mutants.log 2>&1 || tail -n 30 mutants.log
 	$(BIN)/python tests/mutants.py
 
