@@ -104,6 +104,7 @@ class LocalCluster:
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_run_grows_from_one_node_to_three_and_the_nodes_are_removed_after_it(root, tmp_path):
     with LocalCluster(root / "cluster_configs/local.yaml") as local:
         local.until_nodes(1)

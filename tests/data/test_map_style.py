@@ -530,6 +530,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_workers_on_ray_read_a_set_of_the_users_script_with_processes_of_their_own(
     four_cpus, tmp_path
 ):

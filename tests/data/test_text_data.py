@@ -402,6 +402,7 @@ def test_the_last_line_shows_no_score_of_an_earlier_center(monkeypatch, capsys):
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_job_learns_from_the_documentation(root, tmp_path, monkeypatch):
     monkeypatch.chdir(root)
     spec = importlib.util.spec_from_file_location("language_model", root / "jobs/language_model.py")

@@ -639,6 +639,7 @@ def run_script(four_cpus, tmp_path):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_run_survives_a_flaky_disk_one_bad_step_and_a_held_interpreter_lock(run_script, tmp_path):
     """The lock is held for longer than the lease; the run waits for that worker."""
     done = run_script("passing", "async-easgd")

@@ -123,7 +123,9 @@ def wait_until(actors, condition):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("sync-easgd", marks=pytest.mark.slow), "async-easgd"]
+)
 def test_after_a_kill_the_others_train_on_and_a_new_worker_starts_at_the_center(workers, method):
     config = MethodConfig(name=method, period=2)
     actors = workers.start_workers(0, 1, 2)
@@ -153,6 +155,7 @@ def test_a_lost_rendezvous_actor_raises_one_sentence(workers):
         ray.get(loop, timeout=BOUND_S)
 
 
+@pytest.mark.slow
 def test_the_job_with_a_user_loop_learns(cluster, capsys, root):
     runpy.run_path(str(root / "jobs/own_loop.py"))["main"]()
     (percent,) = re.findall(r"^center test accuracy ([\d.]+)%$", capsys.readouterr().out, re.M)

@@ -392,7 +392,13 @@ def test_what_ray_imports_to_serialize_has_its_name_in_this_version_of_ray(name)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("options", [(), ("--scaling.no-fork-server",)], ids=["forks", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="forks"),
+        pytest.param(("--scaling.no-fork-server",), id="none", marks=pytest.mark.slow),
+    ],
+)
 def test_the_processes_of_a_run_are_forks_unless_the_user_turns_them_off(
     four_cpus, tmp_path, options
 ):

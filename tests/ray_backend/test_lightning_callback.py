@@ -338,6 +338,7 @@ class Fitter:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_replacement_has_step_epoch_rate_and_end_of_the_others_on_ray(cluster):
     first, late = (Fitter.remote(str(JOB)) for _ in range(2))
     assert ray.get(late.steps.remote(), timeout=BOUND_S) == {}

@@ -52,6 +52,7 @@ def num_figures(notebook):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_the_first_run_learns_survives_a_loss_and_gives_its_weights_to_pytorch(tmp_path):
     notebook = run_notebook("first_run.ipynb", tmp_path)
     text = printed(notebook)

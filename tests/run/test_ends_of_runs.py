@@ -361,6 +361,7 @@ def train_with_slow_scores(folder, seconds, monkeypatch):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_last_score_that_takes_longer_than_the_silence_limit_is_awaited(
     cluster, tmp_path, monkeypatch
 ):

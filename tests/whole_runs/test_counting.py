@@ -107,7 +107,13 @@ def cluster():
         yield cluster
 
 
-@pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
+@pytest.mark.parametrize(
+    "is_sync",
+    [
+        pytest.param(True, id="rounds"),
+        pytest.param(False, id="messages", marks=pytest.mark.slow),
+    ],
+)
 def test_every_sample_counts_once_an_epoch_whatever_happens_to_the_machines(
     cluster, tmp_path, is_sync
 ):

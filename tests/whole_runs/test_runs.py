@@ -248,6 +248,7 @@ def test_a_loss_that_explodes_names_worker_and_step(cluster, tmp_path, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_workers_that_score_the_center_train_to_the_same_bits_without_an_evaluator(whole, tmp_path):
     # On a cluster that tests share, the evaluator of the test before may still be ending.
     run = TrainProcess(tmp_path / "run", "--evaluation.by", "workers")
