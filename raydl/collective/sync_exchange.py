@@ -322,7 +322,7 @@ class SyncExchange:
         values = toward_center(self._rule.joined(message), self.center.weights, distrust)
         if self._feedback is not None:
             values = self._feedback.complete(values, message.weight)
-        self._lanes = tuple(name for name in self._rule.lanes if name in message.lanes)
+        self._lanes = self._rule.lanes_in(message)
         if values.numel() != self._values.numel():
             self._lay_out(values.numel())
         self._values.copy_(values)
@@ -399,7 +399,7 @@ class StagedExchange:
     ) -> None:
         """Copy to the host and start the sum there."""
         rule = self._inner.center.rule
-        lanes = [name for name in rule.lanes if name in message.lanes]
+        lanes = rule.lanes_in(message)
         host = self._host[: len(lanes) * self.center.weights.numel()]
         with self._parts.measure("host_device_parameters"):
             host.copy_(toward_center(rule.joined(message), self.center.weights, distrust))

@@ -91,7 +91,9 @@ def check_weights(
         ShapeError: if their dtype or values do not permit it.
         ConfigError: if a fragment would have no parameter.
     """
-    size, fragments = sum(p.numel() for p in parameters), config.exchange.fragments or 1
+    size, fragments = sum(p.numel() for p in parameters), method.fragments
+    if method.rule.whole_tensors:  # a model with fewer tensors has fewer fragments by default
+        fragments = config.exchange.fragments or 1
     if fragments > size:
         problem = f"must be at most the {size} parameters of model {model}, got {fragments}"
         raise ConfigError("exchange.fragments", problem)

@@ -412,7 +412,7 @@ class Rule:
             ConfigError: if it is no whole number of at least 1.
         """
         period: Any = self.period_at(moment)
-        is_number = isinstance(period, Integral) and period is not True
+        is_number = isinstance(period, Integral) and period is not True  # True equals 1
         if not is_number or period < 1:
             raise ConfigError(
                 "method.name",
@@ -437,6 +437,10 @@ class Rule:
             lane for lane in self.lanes if (round + 1) % self.lane_rounds.get(lane, 1) == 0
         )
 
+    def lanes_in(self, message: Message) -> tuple[str, ...]:
+        """Return the lanes that a message has, in the order of ``lanes``."""
+        return tuple(lane for lane in self.lanes if lane in message.lanes)
+
     def lanes_of(self, values: Tensor, names: Sequence[str] = ()) -> dict[str, Tensor]:
         """Return the lanes of a message whose lanes follow each other in one vector.
 
@@ -452,7 +456,7 @@ class Rule:
 
         One lane is returned as it is.
         """
-        lanes = [message.lanes[name] for name in self.lanes if name in message.lanes]
+        lanes = [message.lanes[name] for name in self.lanes_in(message)]
         return lanes[0] if len(lanes) == 1 else torch.cat(lanes)
 
 

@@ -55,7 +55,7 @@ class CGAD(Outer):
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        """M and v."""
+        """The moments m and v of Adam."""
         return "momentum_buffer", "square"
 
     def worth(self, age: float) -> float:

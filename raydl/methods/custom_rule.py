@@ -59,7 +59,7 @@ _SETTINGS: dict[str, type] = {
 """Attributes of a rule, and the type of each."""
 _NAMES = ("lanes", "numbers", "keeps", "inner", "shared", "shared_numbers")
 _NOW = Now(2)
-_MOMENTS = (
+_TRIAL_MOMENTS = (
     Moment(10, lr=0.0, peak_lr=0.1, is_warming_up=True),
     Moment(10, lr=0.1, peak_lr=0.1, num_workers=2),
     Moment(10, lr=1e-9, peak_lr=0.1),
@@ -162,7 +162,7 @@ def try_rule(
         rule: a rule that ``check_rule`` accepted.
         num_parameters: parameters of an exchange; a rule may hold tensors of that size.
         device: device of the exchange.
-        is_rate_ever_zero: whether the learning rate is 0 at the begin or at the end of the run.
+        is_rate_ever_zero: whether the learning rate is 0 at the start or at the end of the run.
 
     Raises:
         ConfigError: if the center does not move in place, or the rule keeps state in itself.
@@ -191,7 +191,7 @@ def _try(rule: Rule, values: Tensor, least_updates: int, is_rate_ever_zero: bool
     _refuse_state(tried, before, name, "merge_")
     if is_rate_ever_zero:
         _try_without_rate(tried, name, values)
-    for moment in _MOMENTS:
+    for moment in _TRIAL_MOMENTS:
         if moment.lr or is_rate_ever_zero:
             tried.checked_period(moment)
     _refuse_state(tried, before, name, "period_at")
@@ -292,18 +292,25 @@ def _trial_state(rule: Rule, like: Tensor) -> State:
     return State(vectors, dict.fromkeys(rule.shared_numbers, 0.0))
 
 
+def _trial_state_of_worker(rule: Rule, like: Tensor) -> State:
+    """Return what a worker has of it; with messages it is at the center only."""
+    return _trial_state(rule, like) if rule.strategy == "sync" else State()
+
+
+def _trial_replica(rule: Rule, values: Tensor, since: Travelled, *, lr: float) -> ReplicaSpan:
+    """Return a replica with these weights, after some steps."""
+    kept = {name: torch.zeros_like(values) for name in rule.keeps}
+    inner = {name: values.abs() for name in rule.inner}
+    return ReplicaSpan(values.clone(), values.roll(1), since, lr, kept, inner=inner)
+
+
 def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
     """Compose a message twice: both are equal, fit the lanes, and change nothing."""
     messages = []
     rounds = (-1, -1, 0) if rule.lane_rounds else (-1, -1)  # all lanes twice, then those of round 0
     for lanes in map(rule.lanes_at, rounds):
-        kept = {name: torch.zeros_like(values) for name in rule.keeps}
-        inner = {name: values.abs() for name in rule.inner}
-        replica = ReplicaSpan(
-            values.clone(), values.roll(1), Travelled(8.0, 2, 0.2), 0.1, kept, inner=inner
-        )
-        # With messages a worker does not have what is beside the center.
-        state = _trial_state(rule, values) if rule.strategy == "sync" else State()
+        replica = _trial_replica(rule, values, Travelled(8.0, 2, 0.2), lr=0.1)
+        state = _trial_state_of_worker(rule, values)
         center, given = values.flip(0), copy.deepcopy(state)
         out = {lane: torch.full_like(values, torch.nan) for lane in lanes}
         message: Any = rule.compose(replica, center, state, out)
@@ -313,8 +320,8 @@ def _try_compose(rule: Rule, name: str, values: Tensor) -> None:
             and torch.equal(replica.gradient, values.roll(1))
             and torch.equal(center, values.flip(0))
             and _is_same(state, given)
-            and not any(bool(vector.any()) for vector in kept.values())
-            and all(torch.equal(vector, values.abs()) for vector in inner.values())
+            and not any(bool(vector.any()) for vector in replica.vectors.values())
+            and all(torch.equal(vector, values.abs()) for vector in replica.inner.values())
         ):
             raise ConfigError(
                 "method.name",
@@ -399,15 +406,12 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
 
 def _try_without_rate(rule: Rule, name: str, values: Tensor) -> None:
     """Exchange after a step at the learning rate 0, with which a warm-up begins."""
-    kept = {name: torch.zeros_like(values) for name in rule.keeps}
-    inner = {name: values.abs() for name in rule.inner}
-    since = Travelled(8.0, 1, 0.0)
-    replica = ReplicaSpan(values.clone(), values.roll(1), since, 0.0, kept, inner=inner)
+    replica = _trial_replica(rule, values, Travelled(8.0, 1, 0.0), lr=0.0)
     center, state = values.clone(), _trial_state(rule, values)
     if not rule.takes_steps:
         state.step_along_ = _sgd_at(center)
     out = {lane: torch.zeros_like(values) for lane in rule.lanes}
-    message = rule.compose(replica, center.clone(), state, out)
+    message = rule.compose(replica, center.clone(), _trial_state_of_worker(rule, values), out)
     count = 2 if rule.strategy == "sync" else 1
     weight = count * message.weight
     if not weight:  # then a center is not updated

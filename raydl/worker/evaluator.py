@@ -203,16 +203,14 @@ class Evaluator:
         With ``evaluation.average`` those of the mean are among them, and the mean may be the center
         to keep.
         """
+        mean, more = None, dict[str, float]()
+        if self._average is not None:  # first: the model holds the snapshot from then on
+            mean = self._average.add(snapshot)
+            of_mean = metrics_of(self._job.task, [self.sums(mean)])
+            more = {AVERAGED + name: value for name, value in of_mean.items()}
+            more[f"{AVERAGED}centers"] = float(self._average.num_centers)
         sums = self.sums(snapshot)
-        found = [self.not_finite(sums)]
-        if self._average is None:
-            return self.evaluated(snapshot, [sums], found)
-        mean = self._average.add(snapshot)
-        of_mean = metrics_of(self._job.task, [self.sums(mean)])
-        more = {AVERAGED + name: value for name, value in of_mean.items()}
-        more["averaged_centers"] = float(self._average.num_centers)
-        self._put(snapshot)
-        return self.evaluated(snapshot, [sums], found, mean=mean, more=more)
+        return self.evaluated(snapshot, [sums], [self.not_finite(sums)], mean=mean, more=more)
 
     def sums(
         self,

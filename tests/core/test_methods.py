@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from scenarios import loss_of, scenario_config
 
 from raydl.config import ExchangeConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.core.exchange import tensor_spans
 from raydl.core.method import check_weights
 from raydl.core.replica import DistanceTrend, DynamicWeights
 from raydl.core.reports import Outcome
@@ -17,6 +18,7 @@ from raydl.errors import ConfigError
 from raydl.methods import METHODS, resolve
 from raydl.methods.conflicts import CONFLICTS, Choice
 from raydl.methods.easgd import Elastic
+from raydl.methods.outer import Outer
 from raydl.run.trainer import Trainer
 
 ELASTIC = [name for name, kind in METHODS.items() if issubclass(kind, Elastic)]
@@ -97,6 +99,22 @@ def test_more_fragments_than_parameters_are_refused(method):
     assert str(caught.value) == (
         "exchange.fragments must be at most the 2 parameters of model tiny, got 3"
     )
+
+
+class InFour(Outer):
+    fragments = 4
+
+
+def test_more_fragments_than_parameters_are_refused_if_a_class_has_them_by_default():
+    config = scenario_config("own", period=4)
+    with pytest.raises(ConfigError, match=r"^exchange.fragments must be at most the 2 parameters"):
+        check_weights("tiny", [torch.zeros(1, 2)], config, resolve(config, InFour()))
+
+
+def test_a_model_with_few_tensors_has_fewer_fragments_of_whole_tensors():
+    config = scenario_config("streaming-diloco", period=20)
+    check_weights("tiny", [torch.zeros(1, 2)], config, resolve(config))
+    assert tensor_spans([2], resolve(config).fragments) == [(0, 2)]
 
 
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 1), (3, 0), (3, 1)])
