@@ -54,7 +54,7 @@ def _kind_of(name: str) -> type[Rule]:
 
 def _description(kind: type[Rule], *, name: str) -> str:
     """Return name, equation, source and defaults of a method; of a user's, its own words alone."""
-    from raydl.methods.options import options_of
+    from raydl.methods.options import OWN_SETTINGS, defaults_of
 
     is_own = ":" in name
     classes = (kind,) if is_own else kind.__mro__
@@ -67,11 +67,11 @@ def _description(kind: type[Rule], *, name: str) -> str:
     defaults += [f"--optimizer {step.optimizer}"] if step.optimizer != "sgd" else []
     defaults += [f"--momentum {step.momentum:g}"] if step.momentum else []
     defaults += ["--optimizer.nesterov"] if step.nesterov else []
-    if kind.outer is not None:
-        defaults += [f"--method.outer-lr {kind.outer[0]:g}"]
-        defaults += [f"--method.outer-momentum {kind.outer[1]:g}"]
-    given = options_of(kind).items()
-    options = ",".join(f"{n}={'...' if v is ... else repr(v)}" for n, v in given)
+    given = {n: "..." if v is ... else repr(v) for n, v in defaults_of(kind).items()}
+    for argument, setting in OWN_SETTINGS.items():
+        if value := given.pop(argument, ""):
+            defaults += [f"--method.{setting.replace('_', '-')} {value}"]
+    options = ",".join(f"{name}={value}" for name, value in given.items())
     defaults += [f"--method.options {options}"] if options else []
     defaults += [f"--compression {kind.compression}"] if kind.compression != "none" else []
     defaults += [f"--fragments {kind.fragments}"] if kind.fragments > 1 else []

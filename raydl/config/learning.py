@@ -29,8 +29,9 @@ class MethodConfig:
 
     name: str = field(default="sync-easgd", metadata={"flag": "method"})
     """Method: a name that `raydl methods` lists, or a rule of your own, module:Class."""
-    beta: float = field(default=0.9, metadata={"flag": "beta"})
-    """Elastic force of all p workers together; the moving rate of one worker is beta / p."""
+    beta: float | None = field(default=None, metadata={"flag": "beta"})
+    """Elastic force of all p workers together, for elastic averaging; the moving rate of one worker
+    is beta / p; unset: the method's default."""
     period: int | str | None = field(default=None, metadata={"flag": "period"})
     """Local steps between two exchanges (tau); unset: the method's default. auto: the workers
     choose period, fragments, delay and compression from measured times, to keep waiting short."""
@@ -54,7 +55,8 @@ class MethodConfig:
     """Settings of the method's own, as in decay=0.9,every=5: `raydl methods NAME` shows them."""
 
     def __post_init__(self) -> None:
-        require_positive("method.beta", self.beta)
+        if self.beta is not None:
+            require_positive("method.beta", self.beta)
         if isinstance(self.period, str):
             is_auto = self.period == AUTO
             require(is_auto, "method.period", "a whole number, or auto", self.period)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydl.config import MethodConfig
 from raydl.errors import ConfigError
 
 BLOCK = 1 << 19
@@ -276,7 +275,6 @@ class Rule:
             the replicas.
         steps_along_gradient: False: what the optimizer at the center steps along is no gradient. It
             is not clipped, and may move a parameter that has no gradient.
-        outer: default (rate, momentum) of the outer step, or None if there is none to set.
         overlap: whether a message that is composed ahead travels while the gradient is computed.
         steps_by_speed: whether slower workers always take fewer local steps.
     """
@@ -305,7 +303,6 @@ class Rule:
     local_step: LocalStep = LocalStep()
     has_momentum_at_center: bool = False
     steps_along_gradient: bool = True
-    outer: tuple[float, float] | None = None
     overlap: bool = True
     steps_by_speed: bool = False
 
@@ -313,11 +310,6 @@ class Rule:
     def sentence(cls) -> str:
         """Return the first sentence of its docstring."""
         return (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-
-    @classmethod
-    def from_config(cls, config: MethodConfig) -> Rule:
-        """Return the rule with the user's options, which are its arguments."""
-        return cls(**config.parsed_options)
 
     def compose(
         self, replica: ReplicaSpan, center: Tensor, state: State, out: Mapping[str, Tensor]

@@ -33,15 +33,15 @@ class CGAD(Outer):
 
     name, strategy, period = "cgad", "async", 20
     source = "arXiv 2605.09126, our reading of its abstract"
-    outer = (0.3, 0.9)
+    lr, momentum = 0.3, 0.9
     steps_by_speed = True
     shared_numbers = ("messages",)
 
     def __init__(
         self,
-        lr: float = 0.3,
+        lr: float | None = None,
         *,
-        momentum: float = 0.9,
+        momentum: float | None = None,
         decay: float = 0.1,
         cutoff: int = 16,
         second: float = 0.95,

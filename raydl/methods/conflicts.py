@@ -38,8 +38,7 @@ class Choice:
         self.has_rounds = method.is_sync and method.has_local_steps
         rule = method.rule
         self.is_elastic = isinstance(rule, Elastic)
-        self.beta = rule.beta if isinstance(rule, Elastic) else config.method.beta
-        """The beta of the rule, which may be a user's own instance."""
+        self.beta = rule.beta if isinstance(rule, Elastic) else 0.0
         self.fewest = max(1, config.scaling.min_workers)
         self.steps_of_fragment = method.period // method.fragments
         self.wanted_workers = config.scaling.wanted()

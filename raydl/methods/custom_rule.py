@@ -36,7 +36,7 @@ from raydl.core.rules import (
 )
 from raydl.core.torch_import import without_compiler
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.methods.options import check_options, reads_settings
+from raydl.methods.options import arguments_of
 
 _NUM_UPDATES = 16
 """Updates after which the center must have moved; a rule may collect some messages first."""
@@ -98,18 +98,16 @@ def named_rule(config: MethodConfig) -> Rule | None:
     if ":" not in config.name:
         return None
     found = kind_of(config.name)
-    check_options(found, found.__name__, config.parsed_options)
-    # A class with its own from_config constructs itself.
-    if not reads_settings(found):
-        try:
-            inspect.signature(found).bind(**config.parsed_options)
-        except TypeError as error:
-            raise ConfigError(
-                "method.name",
-                f"{config.name} cannot be constructed: {error}; give its arguments defaults, "
-                f"define from_config(config), or pass an instance in Python: Trainer(method=...)",
-            ) from error
-    return found.from_config(config)
+    arguments = arguments_of(found, config)
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            "method.name",
+            f"{config.name} cannot be constructed: {error}; give it by method.options, or pass an "
+            f"instance in Python: Trainer(method=...)",
+        ) from error
+    return found(**arguments)
 
 
 def kind_of(name: str) -> type[Rule]:

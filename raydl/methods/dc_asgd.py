@@ -30,8 +30,8 @@ class DCASGD(AsyncSGD):
     numbers = ("eta",)
     may_compress = False
 
-    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, rate: float = 0.04) -> None:
-        super().__init__(lr, momentum=momentum)
+    def __init__(self, *, rate: float = 0.04) -> None:
+        super().__init__()
         self.rate = between("rate", rate, 0, float("inf"))
 
     def compose(

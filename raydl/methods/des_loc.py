@@ -38,7 +38,12 @@ class DESLOC(LocalSGD):
     local_step = LocalStep("adamw", lr=1e-3)
 
     def __init__(
-        self, lr: float = 1.0, *, momentum: float = 0.0, first: int = 3, second: int = 6
+        self,
+        lr: float | None = None,
+        *,
+        momentum: float | None = None,
+        first: int = 3,
+        second: int = 6,
     ) -> None:
         super().__init__(lr, momentum=momentum)
         self.lane_rounds = {

@@ -20,7 +20,7 @@ class DiLoCo(Outer):
     """
 
     name, period, source = "diloco", 50, "arXiv 2311.08105"
-    outer = (0.7, 0.7)
+    lr, momentum = 0.7, 0.7
     nesterov = True
 
 
@@ -35,7 +35,7 @@ class MuLoCo(DiLoCo):
 
     name, period, source = "muloco", 30, "arXiv 2505.23725"
     local_step = LocalStep("muon", lr=1e-3, momentum=0.9, nesterov=True)
-    outer = (0.9, 0.8)
+    lr, momentum = 0.9, 0.8
     feedback_decay = 0.9
 
 
@@ -52,10 +52,12 @@ class RestartedDiLoCo(DiLoCo):
     """
 
     name, source = "restarted-diloco", "arXiv 2605.28585, our reading of its abstract"
-    outer = (0.7, 0.9)
+    lr, momentum = 0.7, 0.9
     shared_numbers = ("rounds",)
 
-    def __init__(self, lr: float = 0.7, *, momentum: float = 0.9, every: int = 10) -> None:
+    def __init__(
+        self, lr: float | None = None, *, momentum: float | None = None, every: int = 10
+    ) -> None:
         super().__init__(lr, momentum=momentum)
         self.every = at_least("every", every, 1)
 
@@ -86,7 +88,7 @@ class AsyncDiLoCo(Outer):
 
     name, strategy, period = "async-diloco", "async", 20
     source = "arXiv 2401.09135"
-    outer = (0.7, 0.5)
+    lr, momentum = 0.7, 0.5
     steps_by_speed = True
     shared_numbers = ("arrivals",)
 

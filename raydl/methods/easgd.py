@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raydl.config import MethodConfig
 from raydl.core.rules import AheadRule, LocalStep, Mail, Now, State, blocks_of
 
 
@@ -75,13 +74,8 @@ class Elastic(AheadRule):
         beta: p * alpha, in (0, 1].
     """
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, beta: float = 0.9) -> None:
         self.beta = beta
-
-    @classmethod
-    def from_config(cls, config: MethodConfig) -> Elastic:
-        """Return the rule with the user's beta."""
-        return cls(config.beta)
 
     def pull(self, replica: Tensor, center: Tensor, now: Now, *, out: Tensor) -> Tensor:
         """Return alpha * (x - c)."""

@@ -23,7 +23,6 @@ class FedNova(Outer):
     """
 
     name, source = "fednova", "arXiv 2007.07481, with equal weights"
-    outer = (1.0, 0.0)
     lanes = ("direction",)
     numbers = ("steps",)
 

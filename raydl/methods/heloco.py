@@ -37,14 +37,14 @@ class HeLoCo(DiLoCo):
 
     name, strategy, period = "heloco", "async", 20
     source = "arXiv 2606.00271, our reading"
-    outer = (0.7, 0.9)
+    lr, momentum = 0.7, 0.9
     steps_by_speed = True
 
     def __init__(
         self,
-        lr: float = 0.7,
+        lr: float | None = None,
         *,
-        momentum: float = 0.9,
+        momentum: float | None = None,
         weaken: float = 0.5,
         turn: float = 1.0,
         trust: float = 3.0,

@@ -16,7 +16,6 @@ class LocalSGD(Outer):
     """
 
     name, source = "local-sgd", "local SGD, FedAvg"
-    outer = (1.0, 0.0)
 
 
 class QSR(LocalSGD):
@@ -39,9 +38,9 @@ class QSR(LocalSGD):
 
     def __init__(
         self,
-        lr: float = 1.0,
+        lr: float | None = None,
         *,
-        momentum: float = 0.0,
+        momentum: float | None = None,
         growth: float = 0.0175,
         longest: int = 1000,
     ) -> None:

@@ -20,6 +20,9 @@ class AsyncSGD(Outer):
     source = "SC17, Async SGD"
     local_step = LocalStep(lr=0.1)
 
+    def __init__(self) -> None:
+        super().__init__()
+
 
 class AsyncMSGD(AsyncSGD):
     """async-sgd with momentum at the center.
@@ -30,6 +33,10 @@ class AsyncMSGD(AsyncSGD):
     name, source = "async-msgd", "SC17 eq. 3 and 4, at the master"
     local_step = LocalStep(lr=0.01, momentum=0.9)
     has_momentum_at_center = True
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.momentum = momentum
 
 
 class HogwildSGD(AsyncSGD):

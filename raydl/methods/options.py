@@ -1,4 +1,4 @@
-"""Settings of a method's own: the arguments of its class, given as ``method.options``."""
+"""The arguments of a method's class, from the settings of a run."""
 
 from __future__ import annotations
 
@@ -10,53 +10,67 @@ from typing import TYPE_CHECKING, Any
 from raydl.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
+    from raydl.config import MethodConfig
     from raydl.core.rules import Rule
 
 _SETTING = "method.options"
-_SET_ELSEWHERE = {
-    "beta": "method.beta (--beta)",
-    "lr": "method.outer_lr",
-    "momentum": "method.outer_momentum",
-}
-"""Arguments with a setting of their own, of a class whose ``from_config`` reads it."""
+OWN_SETTINGS = {"beta": "beta", "lr": "outer_lr", "momentum": "outer_momentum"}
+"""Arguments that many methods have, and the settings of ``MethodConfig`` by which they are given.
+All others are given by ``method.options``."""
 
 
-def reads_settings(kind: type[Rule]) -> bool:
-    """Whether a class constructs itself from the settings, rather than from its options alone."""
-    from raydl.core.rules import Rule
+def defaults_of(kind: type[Rule]) -> dict[str, Any]:
+    """Return the arguments of a method's class with their defaults; ``...``: it has none.
 
-    own = inspect.getattr_static(kind, "from_config")
-    return own is not inspect.getattr_static(Rule, "from_config")
-
-
-def options_of(kind: type[Rule]) -> dict[str, Any]:
-    """Return the options of a method with their defaults, by name; ``...``: it has none."""
+    The default None stands for the attribute of that name, which subclasses set. Momentum at the
+    center that is the optimizer's (``has_momentum_at_center``) is left out.
+    """
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    others = (*_SET_ELSEWHERE, "nesterov") if reads_settings(kind) else ()
-    own = (p for p in named if p.name not in others)
-    return {p.name: ... if p.default is p.empty else p.default for p in own}
+    defaults = {p.name: ... if p.default is p.empty else p.default for p in named}
+    if kind.has_momentum_at_center:
+        defaults.pop("momentum", None)
+    return {n: getattr(kind, n, None) if v is None else v for n, v in defaults.items()}
 
 
-def check_options(kind: type[Rule], name: str, given: dict[str, Any]) -> None:
-    """Check the names of options.
+def arguments_of(kind: type[Rule], config: MethodConfig) -> dict[str, Any]:
+    """Return the arguments that the user has set.
+
+    Args:
+        kind: the class of the method.
+        config: names the method, and has the values.
 
     Raises:
-        ConfigError: if the method has no such option.
+        ConfigError: if the class has no such argument.
     """
-    known = options_of(kind)
+    known = defaults_of(kind)
+    arguments = {}
+    for name, setting in OWN_SETTINGS.items():
+        value = getattr(config, setting)
+        if value is None:
+            continue
+        if name not in known:
+            raise ConfigError(f"method.{setting}", f"has no meaning for {config.name}")
+        arguments[name] = value
+    given = config.parsed_options
+    _check_options(config.name, given, [name for name in known if name not in OWN_SETTINGS])
+    return arguments | given
+
+
+def _check_options(method: str, given: dict[str, Any], known: list[str]) -> None:
+    """Raise a ConfigError for an option that a method does not have."""
     for option in given:
-        if option in _SET_ELSEWHERE and option not in known:
-            problem = f"must not have {option}: set {_SET_ELSEWHERE[option]}"
-            raise ConfigError(_SETTING, problem)
         if option in known:
             continue
+        if option in OWN_SETTINGS:
+            problem = f"must not have {option}: set method.{OWN_SETTINGS[option]}"
+            raise ConfigError(_SETTING, problem)
         if not known:
-            problem = f"must be empty for {name}, which has none, got {option}"
+            problem = f"must be empty for {method}, which has none, got {option}"
             raise ConfigError(_SETTING, problem)
         if difflib.get_close_matches(option, known, n=1):
             raise UnknownNameError(_SETTING, option, known)
-        problem = f"has no {option} for {name}; there are {', '.join(known)}"
+        problem = f"has no {option} for {method}; there are {', '.join(known)}"
         raise ConfigError(_SETTING, problem)
 
 

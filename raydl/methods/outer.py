@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from raydl.config import MethodConfig
 from raydl.core.rules import Mail, Now, Rule, State
 
 
@@ -20,26 +19,20 @@ class Outer(Rule):
     not change. So a round in several parts moves the center about as far as a whole one.
 
     Args:
-        lr: outer learning rate.
-        momentum: outer momentum.
-        nesterov: whether the outer momentum is Nesterov's; None: as usual for the method.
+        lr: outer learning rate; None: that of the class.
+        momentum: outer momentum; None: that of the class.
     """
 
+    lr: float = 1.0
+    momentum: float = 0.0
     nesterov: bool = False
+    """Whether the outer momentum is Nesterov's."""
 
-    def __init__(
-        self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool | None = None
-    ) -> None:
-        self.lr = lr
-        self.momentum = momentum
-        if nesterov is not None:
-            self.nesterov = nesterov
-
-    @classmethod
-    def from_config(cls, config: MethodConfig) -> Outer:
-        """Return the rule with the user's outer rate, momentum and options, if any."""
-        lr = 1.0 if config.outer_lr is None else config.outer_lr
-        return cls(lr, momentum=config.outer_momentum or 0.0, **config.parsed_options)
+    def __init__(self, lr: float | None = None, *, momentum: float | None = None) -> None:
+        if lr is not None:
+            self.lr = lr
+        if momentum is not None:
+            self.momentum = momentum
 
     @property
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]

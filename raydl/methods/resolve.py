@@ -13,7 +13,7 @@ from raydl.methods.conflicts import check_conflicts
 from raydl.methods.custom_codec import try_codec
 from raydl.methods.custom_rule import check_rule, named_rule
 from raydl.methods.names import METHODS
-from raydl.methods.options import check_options, reads_settings
+from raydl.methods.options import arguments_of
 
 
 def resolve(
@@ -40,7 +40,6 @@ def resolve(
         optimizer = dataclasses.replace(optimizer, name=kind.local_step.optimizer)
     own_optimizer = own_optimizer or named_optimizer(optimizer)
     optimizer = _filled_optimizer(kind, name, optimizer, own_optimizer)
-    method_config = _filled_method(kind, config.method, optimizer)
     finds_tuning = config.method.period == AUTO
     period = given.period if finds_tuning else int(config.method.period or given.period)
     fragments, delay = config.exchange.fragments, config.exchange.delay
@@ -50,7 +49,7 @@ def resolve(
         delay = max(0, min(given.delay, period // fragments - 1))
     method = Method(
         name=name,
-        rule=own_rule or kind.from_config(method_config),
+        rule=own_rule or _rule(kind, config.method, optimizer),
         strategy=config.method.strategy or given.strategy,
         period=period,
         finds_tuning=finds_tuning,
@@ -78,8 +77,15 @@ def _named(config: MethodConfig) -> type[Rule]:
     if config.strategy not in (None, kind.strategy):
         problem = f"of {kind.name} is {kind.strategy}; set it for custom rules only"
         raise ConfigError("method.strategy", problem)
-    check_options(kind, kind.name, config.parsed_options)
     return kind
+
+
+def _rule(kind: type[Rule], config: MethodConfig, optimizer: OptimizerConfig) -> Rule:
+    """Return the rule of a named method, with the arguments that the user has set."""
+    arguments = arguments_of(kind, config)
+    if kind.has_momentum_at_center:
+        arguments["momentum"] = optimizer.momentum or 0.0
+    return kind(**arguments)
 
 
 def _filled_optimizer(
@@ -112,26 +118,6 @@ def _inner(kind: type[Rule], optimizer: OptimizerConfig) -> OptimizerConfig:
     if not kind.steps_along_gradient:
         optimizer = dataclasses.replace(optimizer, clip_grad_norm=None)
     return optimizer
-
-
-def _filled_method(
-    kind: type[Rule], config: MethodConfig, optimizer: OptimizerConfig
-) -> MethodConfig:
-    for name in ("outer_lr", "outer_momentum"):
-        is_read = kind.outer is not None or (":" in config.name and reads_settings(kind))
-        if getattr(config, name) is not None and not is_read:
-            raise ConfigError(f"method.{name}", f"has no meaning for {config.name}: no outer step")
-    if config.beta != MethodConfig().beta and ":" in config.name and not reads_settings(kind):
-        problem = f"has no meaning for {config.name}: set its arguments by method.options"
-        raise ConfigError("method.beta", problem)
-    outer_lr, outer_momentum = kind.outer or (1.0, 0.0)
-    if kind.has_momentum_at_center:
-        outer_momentum = optimizer.momentum or 0.0
-    return dataclasses.replace(
-        config,
-        outer_lr=outer_lr if config.outer_lr is None else config.outer_lr,
-        outer_momentum=outer_momentum if config.outer_momentum is None else config.outer_momentum,
-    )
 
 
 def filled_in(config: TrainConfig, method: Method) -> TrainConfig:

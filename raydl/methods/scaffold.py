@@ -24,7 +24,6 @@ class Scaffold(Outer):
     """
 
     name, source = "scaffold", "arXiv 1910.06378"
-    outer = (1.0, 0.0)
     lanes = ("progress", "control")
     keeps = ("control",)
     needs_plain_sgd = True

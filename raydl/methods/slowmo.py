@@ -21,7 +21,7 @@ class SlowMo(Outer):
     """
 
     name, period, source = "slowmo", 48, "arXiv 1910.00643"
-    outer = (1.0, 0.5)
+    lr, momentum = 1.0, 0.5
     numbers = ("eta",)
 
     def compose(

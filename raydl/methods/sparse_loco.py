@@ -30,14 +30,13 @@ class SparseLoCo(LocalSGD):
     """
 
     name, period, source = "sparse-loco", 30, "arXiv 2508.15706"
-    outer = (1.0, 0.0)
     compression = "chunk-topk:64"
 
     def __init__(
         self,
-        lr: float = 1.0,
+        lr: float | None = None,
         *,
-        momentum: float = 0.0,
+        momentum: float | None = None,
         decay: float = 0.95,
         merge: str = "mean",
     ) -> None:

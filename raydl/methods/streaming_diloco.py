@@ -23,12 +23,14 @@ class StreamingDiLoCo(DiLoCo):
     """
 
     name, period, source = "streaming-diloco", 100, "arXiv 2501.18512"
-    outer = (0.4, 0.9)
+    lr, momentum = 0.4, 0.9
     compression = "e3m0"
     fragments, delay = 4, 5
     whole_tensors = True
 
-    def __init__(self, lr: float = 0.4, *, momentum: float = 0.9, mix: float = 0.5) -> None:
+    def __init__(
+        self, lr: float | None = None, *, momentum: float | None = None, mix: float = 0.5
+    ) -> None:
         super().__init__(lr, momentum=momentum)
         self.mix = between("mix", mix, 0, 0.999)
 

@@ -190,12 +190,6 @@ class Spread(Progress):
         center.sub_(vectors.mean(0) / (1 + vectors.std(0)))
 
 
-class OwnConstructor(ValidRule):
-    @staticmethod
-    def from_config(config):
-        return OwnConstructor()
-
-
 class InnerOfGradients(GradientRule):
     inner = ("exp_avg",)
 
@@ -340,35 +334,50 @@ def test_rules_that_are_right_at_the_rate_0_are_accepted(kind):
     check_like_a_run(kind())
 
 
-def test_a_class_may_construct_itself_by_a_static_method():
-    config = TrainConfig(method=MethodConfig(name="test_custom_rules:OwnConstructor"))
-    assert isinstance(resolve(config).rule, OwnConstructor)
-
-
 class HasBeta(Progress):
     """D_i = c - x_i ; c <- c - beta*mean(D)."""
 
-    def __init__(self, beta=0.5, lr=1.0):
-        self.beta, self.lr = beta, lr
+    def __init__(self, beta=0.5, lr=1.0, turns=2):
+        self.beta, self.lr, self.turns = beta, lr, turns
 
     def merge_(self, center, mail, state, now):
         center.sub_(mail.mean("progress"), alpha=self.beta * self.lr)
 
 
-def test_the_arguments_of_a_class_are_its_options_whatever_their_names():
+def test_a_class_gets_its_arguments_from_the_settings_of_that_name_and_from_the_options():
     name = "test_custom_rules:HasBeta"
-    rule = resolve(TrainConfig(method=MethodConfig(name=name, options="beta=0.8,lr=0.1"))).rule
-    assert (rule.beta, rule.lr) == (0.8, 0.1)
-    for setting in ("beta", "outer_lr"):
-        with pytest.raises(ConfigError, match=f"^method.{setting} has no meaning for {name}"):
-            resolve(TrainConfig(method=MethodConfig(name=name, **{setting: 0.7})))
+    given = MethodConfig(name=name, beta=0.8, outer_lr=0.1, options="turns=3")
+    rule = resolve(TrainConfig(method=given)).rule
+    assert (rule.beta, rule.lr, rule.turns) == (0.8, 0.1, 3)
+    assert resolve(TrainConfig(method=MethodConfig(name=name))).rule.beta == 0.5
+    with pytest.raises(ConfigError, match=f"^method.outer_momentum has no meaning for {name}"):
+        resolve(TrainConfig(method=MethodConfig(name=name, outer_momentum=0.7)))
+    with pytest.raises(ConfigError, match=r"^method\.options must not have beta: set method\.beta"):
+        resolve(TrainConfig(method=MethodConfig(name=name, options="beta=0.8")))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("diloco", "beta"),
+        ("sync-sgd", "beta"),
+        ("sync-easgd", "outer_lr"),
+        ("async-sgd", "outer_lr"),
+        ("async-msgd", "outer_momentum"),
+        ("demo", "outer_momentum"),
+    ],
+)
+def test_a_setting_that_a_method_does_not_have_is_refused(name, setting):
+    with pytest.raises(ConfigError) as caught:
+        resolve(TrainConfig(method=MethodConfig(name=name, **{setting: 0.5})))
+    assert str(caught.value) == f"method.{setting} has no meaning for {name}"
 
 
 def test_a_class_of_a_users_is_shown_as_a_named_method_is(capsys):
     assert cli.main(["methods", "test_custom_rules:HasBeta"]) == 0
     shown = capsys.readouterr().out
     assert "c <- c - beta*mean(D)" in shown
-    assert "--method.options beta=0.5,lr=1.0" in shown
+    assert "--method.beta 0.5 --method.outer-lr 1.0 --method.options turns=2" in shown
     assert cli.main(["methods", "test_custom_rules:Missing"]) == 2
     assert cli.main(["methods", "test_custom_rules:WantsARate"]) == 0
     shown = capsys.readouterr().out
@@ -394,19 +403,17 @@ def test_a_rule_that_sends_gradients_is_refused_where_local_steps_are_needed(met
         resolve(case, Descends())
 
 
-@pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.methods.easgd:Elastic"])
-def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
-    config = TrainConfig(method=MethodConfig(name=name))
-    if name.endswith("Elastic"):  # Elastic has its own from_config
-        assert resolve(config).rule.beta == config.method.beta
-        return
+def test_a_class_by_name_needs_its_arguments():
+    name = "test_custom_rules:WantsARate"
     with pytest.raises(ConfigError) as error:
-        resolve(config)
+        resolve(TrainConfig(method=MethodConfig(name=name)))
     assert str(error.value) == (
         "method.name test_custom_rules:WantsARate cannot be constructed: missing a required "
-        "argument: 'rate'; give its arguments defaults, define from_config(config), or pass an "
-        "instance in Python: Trainer(method=...)"
+        "argument: 'rate'; give it by method.options, or pass an instance in Python: "
+        "Trainer(method=...)"
     )
+    rule = resolve(TrainConfig(method=MethodConfig(name=name, options="rate=0.5"))).rule
+    assert isinstance(rule, WantsARate)
 
 
 def test_beta_of_a_users_instance_is_checked_as_that_of_the_settings_is():

@@ -18,11 +18,11 @@ from raydl.core.exchange import Header
 from raydl.core.reports import Outcome
 from raydl.core.rules import Now
 from raydl.methods.data_parallel import MeanGradient
-from raydl.methods.diloco import AsyncDiLoCo
+from raydl.methods.diloco import AsyncDiLoCo, DiLoCo
 from raydl.methods.easgd import Elastic
 from raydl.methods.outer import Outer
 
-NESTEROV = Outer(0.7, momentum=0.9, nesterov=True)
+NESTEROV = DiLoCo(0.7, momentum=0.9)
 PLAIN = Outer(0.7, momentum=0.9)
 DELAYED = AsyncDiLoCo(0.7, momentum=0.9)
 

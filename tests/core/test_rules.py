@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mails import NO_BUFFERS, center_of, mail
 
-from raydl.config import MethodConfig, OptimizerConfig
+from raydl.config import OptimizerConfig
 from raydl.core import rules as blocks
 from raydl.core.lr_schedules import lr_factor
 from raydl.core.rules import Now, State
@@ -209,7 +209,7 @@ def test_the_distance_to_the_center_is_that_of_all_blocks(monkeypatch):
 
 
 def test_with_default_settings_the_center_of_an_outer_rule_becomes_the_mean():
-    rule = Outer.from_config(MethodConfig())
+    rule = Outer()
     center = center_of(rule, torch.tensor([4.0]))
     center.apply_(mail(rule, torch.tensor([2.0]), count=2), NO_BUFFERS, Now(2))  # 4 - 3, 4 - 3
     assert center.weights.item() == 3.0
