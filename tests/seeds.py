@@ -2,9 +2,10 @@
 
 Command:   python tests/seeds.py [FIRST [COUNT]]
 
-The same simulations as in ``tests/elastic/test_controller_simulated.py`` and
-``test_controller_simulated_messages.py``, which have few seeds: with each seed one run to the end
-and one that is stopped, of both kinds of methods. Each day has other seeds; FIRST repeats a run.
+The same simulations as in ``tests/elastic/test_controller_simulated.py``,
+``test_controller_simulated_messages.py`` and ``test_decide.py``, which have few seeds: with each
+seed one run to the end and one that is stopped, of both kinds of methods, with events in order, and
+with events that are late, reordered and repeated. Each day has other seeds; FIRST repeats a run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "helpers"), str(TESTS / "elastic")]
 
+from late_mail import late  # noqa: E402
 from simulations import run  # noqa: E402
 from test_controller_simulated import SimulatedRounds  # noqa: E402
 from test_controller_simulated_messages import SimulatedMessages  # noqa: E402
 
 COUNT = 3000
-KINDS = ((SimulatedRounds, 400), (SimulatedMessages, 1500))
+KINDS = (
+    (SimulatedRounds, 400),
+    (SimulatedMessages, 1500),
+    (late(SimulatedRounds), 400),
+    (late(SimulatedMessages), 1500),
+)
 """Simulated worker groups, and their last rounds."""
 
 

@@ -68,6 +68,11 @@ class Method:
         return not self.rule.ahead
 
     @property
+    def may_leave_out(self) -> bool:
+        """Whether its messages may leave out something for later ones, now or once it is tuned."""
+        return self.leaves_out and (self.compression != "none" or self.finds_tuning)
+
+    @property
     def needs_all_gradients(self) -> bool:
         """Whether an optimizer at the center would update a parameter without a gradient."""
         ignores_zeros = self.rule.steps_along_gradient and ignores_zero_gradients(

@@ -95,9 +95,11 @@ class GaveUp:
     """A requested task failed."""
 
     task: str
-    """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``,
-    ``handover to w4``."""
+    """``checkpoint``, ``evaluation`` or ``publication``; of a worker ``hand in``, ``hand over`` (of
+    its state to the newcomer) or ``saved state`` (the one of the checkpoint)."""
     reason: str
+    worker_id: str = ""
+    """The worker, if it is a task of one."""
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,7 @@ class RayWorkerGroup:
             if isinstance(problem, RayError):
                 return self._lose(worker_id, in_few_words(problem))
             # A worker may start late, when newer checkpoints have replaced the one of its state.
-            gave_up = GaveUp(f"saved state of {worker_id}", str(problem))
+            gave_up = GaveUp("saved state", str(problem), worker_id)
             return [gave_up, *self._note_ready(worker_id, place)]
 
         feed(worker, saved, lambda problem: self._from_threads.append(lambda: after(problem)))
@@ -623,7 +623,7 @@ class RayWorkerGroup:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
             self._drop_collection()
-        return [GaveUp(call.task, reason)]
+        return [GaveUp(call.task, reason, call.who if call.who in self._workers else "")]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
         """End a lost process, and report the loss."""
@@ -716,12 +716,14 @@ class RayWorkerGroup:
 
     def hand_in(self, worker_id: str) -> None:
         """Write the replica of a worker that has left its loop for good."""
-        worker, task = self._workers[worker_id], f"state of {worker_id}"
+        worker, task = self._workers[worker_id], "hand in"
 
         def after(result: SavedState | Exception) -> list[Event]:
             if isinstance(result, SavedState):
                 return [HandedIn(worker_id, result)]
-            return [GaveUp(task, _in_words(result))] if worker_id in self._workers else []
+            if worker_id not in self._workers:
+                return []
+            return [GaveUp(task, _in_words(result), worker_id)]
 
         def handle(_: int) -> list[Event]:
             state = RayState(worker, worker_id, LAST, self._without_storage)
@@ -732,12 +734,14 @@ class RayWorkerGroup:
 
     def hand_over(self, worker_id: str, state: SavedState) -> None:
         """Have a worker read the replica of a leaver, or send it if the worker cannot read it."""
-        worker, task = self._workers[worker_id], f"handover to {worker_id}"
+        worker, task = self._workers[worker_id], "hand over"
 
         def after(problem: Exception | None) -> list[Event]:
             if self._workers.get(worker_id) is not worker:  # it was ended meanwhile
                 return []
-            return [GaveUp(task, _in_words(problem)) if problem else TookOver(worker_id)]
+            if problem:
+                return [GaveUp(task, _in_words(problem), worker_id)]
+            return [TookOver(worker_id)]
 
         def handle(has_state: bool) -> list[Event]:
             if has_state:

@@ -209,9 +209,6 @@ class RunRecorder:
 
     def event(self, sentence: str) -> None:
         """Show a sentence and write it to TensorBoard."""
-        if self._began_at is None and sentence.startswith("generation"):
-            self._began_at = time.monotonic()
-            self._speed.note(self._began_at, self._start.progress.num_samples)
         self._log(sentence, num_samples=self._newest.num_samples)
 
     def _warn(self, kind: str, sentence: str) -> None:
@@ -227,7 +224,13 @@ class RunRecorder:
         self._writer.text("events", sentence, num_samples=self._text_at)
 
     def formed(self, membership: Membership, reason: str) -> None:
-        """Write the table of memberships to TensorBoard, and forget workers that have left."""
+        """Write the table of memberships to TensorBoard, and forget workers that have left.
+
+        The training time begins with the first membership.
+        """
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+            self._speed.note(self._began_at, self._start.progress.num_samples)
         at = self._newest.num_samples
         self._memberships.add(membership.generation, membership.worker_ids, reason, num_samples=at)
         self._writer.text("membership", self._memberships.markdown(), num_samples=self._text_at)
@@ -301,7 +304,7 @@ class RunRecorder:
             values["data/left_out"] = num_left_out
         if num_refused := sum(self._controller.refused.values()) if self._controller else 0:
             values["exchange/refused"] = num_refused
-        if num_lost := self._controller.lost_residuals.count if self._controller else 0:
+        if num_lost := self._controller.num_lost_residuals if self._controller else 0:
             values["exchange/lost_residuals"] = num_lost
         values |= time_values(self._parts.seconds)
         self._stack.add(record.progress.num_samples, self._parts.seconds)
@@ -525,7 +528,7 @@ class RunRecorder:
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
             "refused": run.refused if run else {},
-            "lost_residuals": run.lost_residuals.count if run else 0,
+            "lost_residuals": run.num_lost_residuals if run else 0,
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,

@@ -14,7 +14,7 @@ from raydl.core.center import Snapshot
 from raydl.core.reports import Outcome
 from raydl.elastic.controller import Controller
 from raydl.elastic.run_state import State
-from raydl.elastic.worker_registry import Phase, WorkerEntry
+from raydl.elastic.state import Phase, Worker
 from raydl.errors import STOPPED, RaydlError
 from raydl.run.progress_reporter import LOGGER, ProgressReporter, ProgressView, Silent
 from raydl.run.recorder import RunRecorder
@@ -129,7 +129,7 @@ class RunView:
         return self._status(
             State.FINISHING.value if is_done else controller.state.value,
             num_workers=controller.num_workers,
-            workers=tuple(worker_status(e, now) for e in controller.worker_registry.entries()),
+            workers=tuple(worker_status(e, now) for e in controller.workers),
         )
 
     def end(self, error: BaseException | None = None) -> RunStatus:
@@ -174,7 +174,7 @@ class RunView:
         )
 
 
-def worker_status(entry: WorkerEntry, now: float) -> WorkerStatus:
+def worker_status(entry: Worker, now: float) -> WorkerStatus:
     """Return the status of a worker; ``now`` is by the clock of its entry."""
     report = entry.report
     phase, since = entry.phase, entry.since

@@ -8,12 +8,14 @@ import dataclasses
 import pytest
 from controller_harness import BOTH, DIED, ControllerHarness, collected, record, report, scored
 
+from raydl.core.reports import WorkerReport
 from raydl.core.worker_group import (
     Draining,
     GaveUp,
     HandedIn,
     Lost,
     Published,
+    Reported,
     WorkerReady,
 )
 from raydl.elastic.run_state import State
@@ -89,7 +91,7 @@ def test_a_run_resumed_with_fewer_workers_uses_no_state_and_no_id_of_the_others_
 
 def test_a_resumed_worker_that_cannot_read_its_state_may_get_the_replica_of_a_leaver():
     harness = ControllerHarness(2, own_states={"w0": {"number": 0}, "w1": {"number": 1}})
-    harness.step(GaveUp("saved state of w1", "it is damaged"))
+    harness.step(GaveUp("saved state", "it is damaged", "w1"))
     assert "w1 starts from the center: it is damaged" in harness.log_lines
     harness.start()
     assert harness.worker_group.own_states == {"w0": {"number": 0}}
@@ -139,19 +141,30 @@ def test_the_records_of_any_worker_are_progress_between_losses_of_rank_0():
 
 
 def test_a_checkpoint_that_was_collected_is_progress_between_losses():
-    harness = ControllerHarness((2, 3), max_restarts=2).start()
+    harness = ControllerHarness((2, 3), max_restarts=2, every_s=1.0).start()
     for number in range(2, 9):
+        collect(harness, number)
         harness.step(collected(number), Lost(f"w{number}", DIED))
     assert harness.state is State.TRAINING
 
 
+def collect(harness, round):
+    """Let the controller ask for the states of a round."""
+    harness.now += 2.0
+    harness.step()
+    kept = [Reported(WorkerReport(w, round, (), (round,), {})) for w in ("w0", "w1")]
+    assert ("collect", round, ("w0", "w1")) in harness.step(Published((0, round)), *kept)
+
+
 def test_a_checkpoint_of_a_round_that_was_reached_before_is_no_progress_between_losses():
-    harness = ControllerHarness((2, 3), max_restarts=2).start()
-    harness.step(report("w0", 5))
-    for worker_id in ("w2", "w3"):
-        harness.step(collected(5), Lost(worker_id, DIED))
+    harness = ControllerHarness((2, 3), max_restarts=2, every_s=1.0).start()
+    harness.step(Reported(WorkerReport("w0", 4, (record(9),), (), {})))
+    for round, worker_id in ((5, "w2"), (6, "w3")):
+        collect(harness, round)
+        harness.step(collected(round), Lost(worker_id, DIED))
+    collect(harness, 7)
     with pytest.raises(ProcessLostError, match=r"loss 3 in a row"):
-        harness.step(collected(4), Lost("w4", DIED))
+        harness.step(collected(7), Lost("w4", DIED))
 
 
 def test_rounds_that_are_trained_again_are_no_progress_between_losses():

@@ -271,8 +271,8 @@ def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishin
 
 @AT_THE_END
 def test_late_events_do_not_delay_the_end(finishing):
-    finishing.controller.worker_registry.left_loop("w1", 11)  # a copy that is not needed
-    assert finishing.step(Published((0, 9)), report("w1", 9)) == []
+    late = finishing.end("finished", 11, "w1")  # a copy that is not needed
+    assert finishing.step(*late, Published((0, 9)), report("w1", 9)) == []
     finishing.step(collected(9))
     assert finishing.state is State.DONE
 
@@ -379,15 +379,15 @@ def test_lost_scores_are_logged_one_by_one_and_then_every_tenth():
 
 
 @pytest.mark.parametrize(
-    ("task", "sentence"),
+    ("task", "worker_id", "sentence"),
     [
-        ("checkpoint", "a checkpoint was abandoned: it was killed"),
-        ("saved state of w0", "w0 starts from the center: it was killed"),
+        ("checkpoint", "", "a checkpoint was abandoned: it was killed"),
+        ("saved state", "w0", "w0 starts from the center: it was killed"),
     ],
 )
-def test_a_result_that_will_not_arrive_is_logged_with_its_cause(task, sentence):
+def test_a_result_that_will_not_arrive_is_logged_with_its_cause(task, worker_id, sentence):
     harness = ControllerHarness(1).start("w0")
-    harness.step(GaveUp(task, "it was killed"))
+    harness.step(GaveUp(task, "it was killed", worker_id))
     assert harness.log_lines[-1] == sentence
 
 

@@ -140,7 +140,7 @@ def test_the_end_does_not_wait_for_a_leaver_that_has_finished():
     harness.step(*harness.end("finished", 20, "w0"))
     harness.step(Changed(), HandedIn("w0", {}))
     harness.steps(2)
-    assert "w0" not in harness.controller.worker_registry
+    assert "w0" not in harness.controller.run_state.workers
     harness.step(
         *harness.end("finished", 22, "w1", "w2", generation=1), Published((22,)), scored(22)
     )
@@ -240,7 +240,12 @@ def test_shards_lost_before_the_center_is_rebuilt_count_as_one_loss():
 
 
 def test_the_center_is_rebuilt_from_a_checkpoint_that_is_newer_than_every_copy():
-    harness = training().after(Published((0, 12)), collected(12, "w0", "w1"), Lost("center", DIED))
+    harness = training(every_s=1.0)
+    harness.now += 2.0
+    harness.step()
+    kept = [report(w, 12, kept=(12,)) for w in ("w0", "w1")]
+    assert ("collect", 12, ("w0", "w1")) in harness.step(Published((0, 12)), *kept)
+    harness.step(collected(12, "w0", "w1"), Lost("center", DIED))
     calls = harness.step(*harness.end("broken", 7, "w0"), *harness.end("broken", 9, "w1"))
     assert calls == [("rebuild_center", None)]
     assert harness.log_lines[-1].endswith(
@@ -443,13 +448,13 @@ def test_the_loss_of_a_worker_names_what_its_messages_had_left_out():
     assert lost_lines(harness) == [
         "what compressed messages of w1 had left out, of L2 norm 0.25, is lost: w1 was lost"
     ]
-    assert harness.controller.lost_residuals.count == 1
+    assert harness.controller.num_lost_residuals == 1
 
 
 def test_a_worker_whose_messages_have_left_out_nothing_is_lost_without_a_further_word():
     harness = compressed((1, 2), residuals=(0.5, 0.0)).after(Lost("w1", DIED))
     assert lost_lines(harness) == []
-    assert harness.controller.lost_residuals.count == 0
+    assert harness.controller.num_lost_residuals == 0
 
 
 def test_a_leaver_hands_over_what_its_messages_have_left_out():
@@ -470,15 +475,15 @@ def test_what_a_leaver_could_not_hand_over_is_counted_once(part):
     harness.step(*harness.end("left", 5, "w0"))
     harness.step(Changed())
     if part == "hand in":
-        harness.step(GaveUp("state of w0", "no space left"))
+        harness.step(GaveUp("hand in", "no space left", "w0"))
     else:
         harness.step(HandedIn("w0", {"mine": 1}))
         is_lost = part == "newcomer"
-        harness.step(Lost("w2", DIED) if is_lost else GaveUp("handover to w2", "it is damaged"))
+        harness.step(Lost("w2", DIED) if is_lost else GaveUp("hand over", "it is damaged", "w2"))
     harness.steps(3)
     (line,) = lost_lines(harness)
     assert "messages of w0 had left out, of L2 norm 0.5, is lost" in line
-    assert harness.controller.lost_residuals.count == 1
+    assert harness.controller.num_lost_residuals == 1
 
 
 def test_a_leaver_without_a_replacement_takes_what_its_messages_have_left_out_with_it():
@@ -499,7 +504,7 @@ def test_what_a_worker_reports_as_lost_is_logged_and_counted():
         "what compressed messages of w1 had left out, of L2 norm 0.125, is lost: it copied the "
         "replica of its partner"
     ]
-    assert harness.controller.lost_residuals.count == 1
+    assert harness.controller.num_lost_residuals == 1
 
 
 @pytest.mark.parametrize(("compression", "count"), [("int8", 1), ("none", 0)])
@@ -508,6 +513,6 @@ def test_a_run_resumed_with_fewer_workers_says_whose_state_is_not_resumed(compre
     harness = ControllerHarness(
         1, is_sync=False, name="async-sgd", compression=compression, own_states=states
     )
-    assert harness.controller.lost_residuals.count == count
+    assert harness.controller.num_lost_residuals == count
     expected = "what compressed messages of w1 had left out is lost: fewer workers resume"
     assert lost_lines(harness) == [expected] * count

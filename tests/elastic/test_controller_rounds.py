@@ -15,8 +15,10 @@ from raydl.core.worker_group import (
     TookOver,
     WorkerReady,
 )
+from raydl.elastic.facts import LeaveOut
+from raydl.elastic.membership_policy import could_train
 from raydl.elastic.run_state import State
-from raydl.elastic.worker_registry import Phase
+from raydl.elastic.state import Phase
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 
 
@@ -97,13 +99,13 @@ def test_a_leaver_hands_in_its_state_and_its_replacement_gets_it(leaver):
     calls = harness.step(TookOver("w2"))
     assert calls == [("forget", state), ("form", 2, (other, "w2"), 7), ("end", leaver)]
     assert harness.worker_group.own_states == {"w2": state}
-    assert leaver not in harness.controller.worker_registry
+    assert leaver not in harness.controller.run_state.workers
 
 
 def test_the_run_does_not_wait_for_a_state_that_will_not_arrive():
     harness = ControllerHarness().start().after(Draining("w1"), WorkerReady("w2"))
     harness.step(*harness.end("regroup", 7, "w0", "w1"), Published((0, 7)))
-    calls = harness.step(GaveUp("state of w1", "it died"))
+    calls = harness.step(GaveUp("hand in", "it died", "w1"))
     assert calls == [("form", 2, ("w0", "w2"), 7), ("end", "w1")]
     assert harness.worker_group.own_states == {}
     assert "the replica of w1 is not handed over: it died" in harness.log_lines
@@ -119,7 +121,7 @@ def handing_over():
 
 def test_a_newcomer_that_cannot_take_over_a_replica_starts_from_the_center():
     harness = handing_over()
-    calls = harness.step(GaveUp("handover to w2", "it is damaged"))
+    calls = harness.step(GaveUp("hand over", "it is damaged", "w2"))
     assert calls == [("forget", {"mine": 1}), ("form", 2, ("w0", "w2"), 7), ("end", "w1")]
     assert harness.worker_group.own_states == {}
     assert "w2 starts from the center: it is damaged" in harness.log_lines
@@ -372,7 +374,7 @@ def test_a_blocked_read_costs_no_worker_and_a_stuck_loop_is_replaced(is_sync):
     wait(3)
     stuck = "w1 was lost: it is stuck: one step has taken 301 s (elastic.max_step_s, or "
     assert [line for line in harness.log_lines if line.startswith(stuck)]
-    assert "w2" in harness.controller.worker_registry, "it is replaced"
+    assert "w2" in harness.controller.run_state.workers, "it is replaced"
 
 
 def test_others_that_gave_up_on_a_blocked_step_go_on_with_the_worker_once_it_ends():
@@ -396,8 +398,8 @@ def test_others_that_gave_up_on_a_blocked_step_go_on_with_the_worker_once_it_end
 
 def test_remaining_samples_wait_for_the_worker_that_has_claimed_them():
     harness = ControllerHarness((1, 2)).start()
-    harness.controller.worker_registry.leave_out(("w1",))
-    harness.controller.worker_registry["w1"].num_late = 3
+    harness.note(LeaveOut(("w1",)))
+    harness.controller.run_state.workers["w1"].num_late = 3
     harness.step()
     harness.step(*harness.end("regroup", 5, "w0", "w1"), Published((5,)))
     harness.step()  # w0 alone
@@ -457,7 +459,7 @@ def test_between_generations_a_lost_center_is_rebuilt_from_the_furthest_copy(sta
         assert harness.state is state
         assert harness.step(Lost("center", DIED)) == [], "workers do not need it"
         how = "regroup" if state is State.REGROUPING else "broken"
-        calls = harness.step(*harness.end(how, 7, *harness.controller._run.at_work))
+        calls = harness.step(*harness.end(how, 7, *harness.controller.run_state.run.at_work))
     assert ("rebuild_center", "w0") in calls
     assert "the center is rebuilt from the last copy of w0, of round 7" in harness.log_lines
     harness.step(Published((7,)), WorkerReady("w2"), HandedIn("w1", {}))
@@ -498,7 +500,7 @@ def test_a_center_whose_source_dies_is_rebuilt_from_another_copy():
 def test_a_stop_between_two_generations_ends_with_a_checkpoint(state):
     harness = ControllerHarness().start()
     harness.step(Draining("w1") if state is State.REGROUPING else Lost("w1", DIED))
-    ends = harness.end("regroup", 4, *harness.controller._run.at_work)
+    ends = harness.end("regroup", 4, *harness.controller.run_state.run.at_work)
     harness.step(*(ends if state is State.WAITING else []))
     harness.controller.request_stop("SIGTERM")
     harness.step(*ends, Published((0, 4)), report("w0", 4), report("w1", 4))
@@ -522,11 +524,11 @@ def test_a_stop_vote_is_not_lost_when_its_generation_breaks():
 
 def test_a_late_worker_that_leaves_its_loop_is_a_candidate_again():
     harness = ControllerHarness((1, 2)).start()
-    harness.controller.worker_registry.leave_out(("w1",))
-    assert harness.controller.worker_registry["w1"].phase is Phase.LEFT_OUT
+    harness.note(LeaveOut(("w1",)))
+    assert harness.controller.run_state.workers["w1"].phase is Phase.LEFT_OUT
     harness.step(*harness.end("broken", 3, "w1"))
     harness.now += 1.5
-    assert "w1" in harness.controller.worker_registry.candidates(0.0).ready
+    assert could_train(harness.controller.run_state.workers["w1"], harness.now)
 
 
 def test_a_pause_lasts_from_the_last_step_before_a_lost_exchange_to_the_next_generation():
@@ -572,9 +574,9 @@ def test_what_partners_have_left_out_is_lost_with_the_last_of_them():
     )
     harness.step(*(report(f"w{i}", 4, residual=0.5) for i in range(4)))
     harness.step(Lost("w0", "it died"), Lost("w2", "it died"))
-    assert harness.controller.lost_residuals.count == 0
+    assert harness.controller.num_lost_residuals == 0
     harness.step(Lost("w1", "it died"))
-    assert harness.controller.lost_residuals.count == 1
+    assert harness.controller.num_lost_residuals == 1
     assert (
         "what compressed messages of w1 had left out, of L2 norm 0.5, is lost: w1 was lost"
         in harness.log_lines

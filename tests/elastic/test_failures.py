@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from raydl.config import ElasticConfig
-from raydl.elastic.failures import WorkerErrors
+from raydl.elastic.decide import new_state
+from raydl.elastic.failure_policy import why_not_replaced
+from raydl.elastic.limits import Limits
+from raydl.elastic.state import Phase, Worker
 from raydl.errors import DataError, InfrastructureError, failure_of_machine
 
 OF_MACHINE = [
@@ -87,25 +90,32 @@ def test_the_error_names_the_process_and_survives_pickling():
     ],
 )  # fmt: skip
 def test_a_worker_that_failed_too_often_is_not_replaced_and_the_number_is_said(number, text):
-    errors = WorkerErrors(ElasticConfig(max_worker_errors=number - 1), lambda: 0.0)
-    for _ in range(number - 1):
-        assert errors.why_not_replaced("w1") == ""
-        errors.note("w1", "node")
-    assert errors.why_not_replaced("w1") == (
+    limits = Limits(elastic=ElasticConfig(max_worker_errors=number - 1))
+    state = with_errors(number - 1, origin="w1")
+    assert why_not_replaced(state, limits, Worker("w1", Phase.TRAINING, 0.0), OF_RAM, 0.0) == (
         f"w1 failed for the {text} time within an hour, more often than elastic.max_worker_errors"
     )
+    state = with_errors(number - 2, origin="w1")
+    limits = Limits(elastic=ElasticConfig(max_worker_errors=max(1, number - 1)))
+    assert why_not_replaced(state, limits, Worker("w1", Phase.TRAINING, 0.0), OF_RAM, 0.0) == ""
+
+
+OF_RAM = InfrastructureError("w1", "MemoryError")
+
+
+def with_errors(number, *, origin):
+    """Return a state of a run in which a worker has failed so often."""
+    state = new_state(Limits(), 0.0)
+    state.budgets.errors = ((0.0, origin, "node"),) * number
+    return state
 
 
 def test_errors_of_an_hour_ago_are_forgotten_and_those_of_the_worker_before_are_not():
-    now = [0.0]
-    errors = WorkerErrors(ElasticConfig(max_worker_errors=1), lambda: now[0])
-    errors.note("w1", "node")
-    errors.replace("w1", "w4")
-    assert errors.why_not_replaced("w4") == (
+    limits = Limits(elastic=ElasticConfig(max_worker_errors=1))
+    state, heir = with_errors(1, origin="w1"), Worker("w4", Phase.TRAINING, 0.0, origin="w1")
+    assert why_not_replaced(state, limits, heir, OF_RAM, 0.0) == (
         "w4, which replaces w1, failed for the second time within an hour, more often than "
         "elastic.max_worker_errors"
     )
-    now[0] = 3599.0
-    assert errors.why_not_replaced("w4")
-    now[0] = 3600.0
-    assert errors.why_not_replaced("w4") == ""
+    assert why_not_replaced(state, limits, heir, OF_RAM, 3599.0)
+    assert why_not_replaced(state, limits, heir, OF_RAM, 3600.0) == ""

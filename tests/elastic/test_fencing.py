@@ -10,6 +10,7 @@ from snapshots import with_progress
 
 from raydl.core.center import SnapshotCache
 from raydl.core.worker_group import Lost, Published, Refused
+from raydl.elastic.facts import Abandon, LeaveOut
 from raydl.elastic.fencing import Refusals
 
 
@@ -97,9 +98,9 @@ def test_a_poll_from_before_a_generation_does_not_count():
     harness.step(*ended(harness, 1, w0=6, w1=6), published(0, 6, 7, generation=1))
     assert ("form", 2, ("w0", "w1"), 6) in harness.step()
     harness.step(published(0, 6, 7, generation=1))  # requested before generation 2, answered after
-    assert harness.controller._center_manager.published == (0, 6)
+    assert harness.controller.run_state.center.rounds == (0, 6)
     harness.step(published(0, 6, 8, generation=2))
-    assert harness.controller._center_manager.published == (0, 6, 8)
+    assert harness.controller.run_state.center.rounds == (0, 6, 8)
 
 
 def ended(harness, generation, **rounds):
@@ -118,8 +119,8 @@ def test_a_copy_of_an_earlier_generation_is_not_used_if_the_center_has_one_of_a_
 ):
     """w2 completed round 7 of generation 1 late and alone; generation 2 trained it again."""
     harness = ControllerHarness((1, 3)).start("w0", "w1", "w2")
-    harness.controller._worker_pool.leave_out(harness.controller._run, ("w2",))
-    harness.controller._abandon(harness.controller._run)
+    harness.note(LeaveOut(("w2",)))
+    harness.note(Abandon(1, answer_s=1.0))
     harness.step(*ended(harness, 1, w0=6, w1=6), published(0, 6, generation=1))
     assert ("form", 2, ("w0", "w1"), 6) in harness.step()
     newest = (8,) if made_by == 2 else ()
@@ -127,7 +128,7 @@ def test_a_copy_of_an_earlier_generation_is_not_used_if_the_center_has_one_of_a_
     calls = harness.step(Lost("w0", "it died"), Lost("w1", "it died")) + harness.step()
     calls += harness.step(published(0, 6, *newest or (7,), generation=2, made_by=made_by))
     assert (("publish", "w2") in calls) == (made_by == 1), "nothing of generation 2 is left"
-    assert harness.controller._round == first_round
+    assert harness.controller.run_state.round == first_round
 
 
 def test_refusals_are_counted_by_kind_and_logged_at_each_doubling():

@@ -169,9 +169,8 @@ def test_a_long_run_without_checkpoints_remembers_its_beginning_and_its_newest_r
 
 def test_replicas_are_kept_only_for_newcomers():
     harness = ControllerHarness((1, 4), is_sync=False).start("w0", "w1", "w2", "w3")
-    worker_pool = harness.controller._worker_pool
     for worker_id in ("w0", "w1"):  # fewer are wanted: they are not replaced
-        worker_pool.remove(worker_id)
+        harness.controller.remove(worker_id)
         calls = harness.step(*harness.end("left", 5, worker_id, generation=1), Changed())
         assert ("end", worker_id) in calls
         assert ("hand_in", worker_id) not in calls
@@ -179,10 +178,10 @@ def test_replicas_are_kept_only_for_newcomers():
     ended = harness.end("left", 6, "w2", generation=1)
     assert ("hand_in", "w2") in harness.step(*ended, Changed())
     harness.step(HandedIn("w2", {"replica": "w2"}))
-    assert worker_pool._handed_in == [{"replica": "w2"}]
-    worker_pool.remove("w4")  # the replacement that would have taken it
-    worker_pool.note_handed_in("w3", {"replica": "w3"})
-    assert ("forget", {"replica": "w3"}) in harness.worker_group.calls
+    assert [*harness.controller.run_state.replicas] == ["w2"]
+    harness.controller.remove("w4")  # the replacement that would have taken it
+    assert ("forget", {"replica": "w2"}) in harness.step()
+    assert ("forget", {"replica": "w3"}) in harness.step(HandedIn("w3", {"replica": "w3"}))
 
 
 def test_a_reported_drain_notice_is_forgotten_with_its_worker(monkeypatch):

@@ -9,6 +9,7 @@ from recorders import make_recorder as make
 from recorders import record_at, report_of
 from snapshots import with_progress
 
+from raydl.core.membership import Membership
 from raydl.core.progress import Progress
 from raydl.core.scores import Evaluated
 from raydl.elastic.record_forwarder import RecordForwarder
@@ -113,7 +114,7 @@ def clock(monkeypatch):
 def test_speed_and_times_of_points_come_from_the_records(clock):
     recorder, _ = make(Store())
     recorder._writer = memory = TimedMemory()
-    recorder.event("generation 1: w0 starts")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
     clock[0] = 104.0
     for at_s, num_samples in ((101.0, 100), (102.0, 200), (103.0, 300)):  # received at once
         recorder.record(record_with_time(at_s, num_samples), {"w0": report_of("w0", local_step=1)})
@@ -127,7 +128,7 @@ def test_speed_and_times_of_points_come_from_the_records(clock):
 def test_a_score_has_the_time_of_its_center(clock):
     recorder, _ = make(Store())
     recorder._writer = memory = TimedMemory()
-    recorder.event("generation 1: w0 starts")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
     for round, at_s in ((10, 101.0), (20, 105.0)):
         of_round = with_progress(
             record_with_time(at_s, 10 * round), round=round, seconds=at_s - 100.0

@@ -55,7 +55,7 @@ def test_a_spare_that_is_ready_does_not_train_beside_the_others(is_sync):
     harness = with_spare(is_sync=is_sync)
     assert harness.steps(3) == []
     assert formed(harness) == ("w0", "w1")
-    assert harness.controller.worker_registry.counts() == {"training": 2, "ready": 1}
+    assert harness.controller.run_state.counts() == {"training": 2, "ready": 1}
 
 
 @BOTH
@@ -104,7 +104,7 @@ def test_a_spare_that_fails_again_and_again_is_not_replaced_and_the_run_continue
     )
     assert harness.log_lines.count(too_often) == 1
     assert not [call for call in replace_lost(harness) if call[0] == "request_spare"]
-    assert harness.controller._why_stop == ""
+    assert harness.controller.run_state.why_stop == ""
 
 
 @BOTH
@@ -112,7 +112,9 @@ def test_a_spare_that_trains_and_fails_too_often_stops_a_run_that_needs_it(is_sy
     harness = with_spare(is_sync=is_sync, elastic={"max_worker_errors": 0})
     replace_lost(harness)  # w3 is still pending
     harness.step(failed("w2"))
-    assert harness.controller._why_stop.startswith("w2 failed for the first time within an hour")
+    assert harness.controller.run_state.why_stop.startswith(
+        "w2 failed for the first time within an hour"
+    )
 
 
 def test_a_spare_that_fails_again_and_again_does_not_affect_other_spares():
@@ -129,13 +131,15 @@ def test_the_errors_of_a_worker_do_not_pass_to_a_spare_requested_with_its_replac
     assert ("request_worker", "w4") in calls
     assert harness.step(failed("w3")) == [("end", "w3")], "the second error of this spare"
     harness.step(failed("w4"))
-    assert harness.controller._why_stop.startswith("w4, which replaces w1, failed for the second")
+    assert harness.controller.run_state.why_stop.startswith(
+        "w4, which replaces w1, failed for the second"
+    )
 
 
 def test_an_error_of_your_own_code_in_a_spare_stops_the_run():
     harness = with_spare(nodes=())
     harness.step(Failed("w2", ZeroDivisionError("my own mistake")))
-    assert harness.controller._why_stop == "w2 raised ZeroDivisionError: my own mistake"
+    assert harness.controller.run_state.why_stop == "w2 raised ZeroDivisionError: my own mistake"
 
 
 def test_a_run_of_a_fixed_number_of_workers_does_not_wait_for_a_new_process():
@@ -165,7 +169,7 @@ def test_a_spare_on_a_full_node_stands_by_if_the_run_may_go_on_with_fewer_worker
     harness = on_two_nodes((1, 2), is_sync=is_sync)
     replace_lost(harness)
     assert formed(harness) == ("w0",)
-    assert harness.controller.worker_registry.counts() == {"training": 1, "ready": 1, "starting": 1}
+    assert harness.controller.run_state.counts() == {"training": 1, "ready": 1, "starting": 1}
 
 
 @BOTH
@@ -196,7 +200,7 @@ def test_a_spare_that_shares_a_node_makes_room_for_a_worker_on_an_idle_one(is_sy
         calls += harness.step(Changed()) + harness.step(Changed())
     harness.steps(2)
     assert formed(harness) == ("w0", "w3")
-    assert harness.controller.worker_registry.counts() == {"training": 2, "ready": 1}
+    assert harness.controller.run_state.counts() == {"training": 2, "ready": 1}
     assert harness.steps(3) == [], "w2 is the spare again"
     assert any("w2 makes room" in line or "w2 made room" in line for line in harness.log_lines)
 

@@ -20,6 +20,7 @@ from raydl.config import ElasticConfig
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
+from raydl.elastic.membership_policy import is_changing
 from raydl.elastic.run_state import State
 from raydl.errors import ConfigError, InfrastructureError, NonFiniteCenterError, NonFiniteLossError
 from raydl.methods.outer import Outer
@@ -62,7 +63,7 @@ def test_the_budget_of_a_worker_passes_to_its_replacements(is_sync):
     harness.step(failed("w1"))
     harness.step(failed("w2"))
     assert harness.step(failed("w3")) != []
-    assert harness.controller._why_stop == (
+    assert harness.controller.run_state.why_stop == (
         "w3, which replaces w1, failed for the third time within an hour, more often than "
         "elastic.max_worker_errors"
     )
@@ -111,7 +112,7 @@ def error_of_stopped_run(harness, *ends):
     """Step a run that stops on an error to its end; return the error that it raises."""
     harness.step(*ends)
     for _ in range(6):
-        if not harness.is_sync and harness.controller._run.is_changing:
+        if not harness.is_sync and is_changing(harness.controller.run_state):
             harness.step(Changed())
         harness.now += 1.0
         calls = harness.step(Published((0, 7)))
@@ -235,7 +236,7 @@ def test_a_replica_that_diverges_is_rolled_back_three_times_in_an_epoch(is_sync)
         if not is_sync:
             harness.step(Changed())
     harness.step(diverged(harness, "w1", 7))
-    assert harness.controller._why_stop == (
+    assert harness.controller.run_state.why_stop == (
         "w1 diverged for the 4th time in this epoch, more often than elastic.max_rollbacks"
     )
     outcome = "broken" if is_sync else "stopped"
@@ -264,10 +265,10 @@ def test_an_epoch_that_is_trained_again_after_a_rollback_has_no_budget_of_its_ow
     for number in range(6):
         harness.step(report("w0", 3 + number, epoch=4.0 + number % 2))
         harness.step(diverged(harness, "w1"), *harness.end("broken", 3, "w0"))
-        if harness.controller._why_stop:
+        if harness.controller.run_state.why_stop:
             break
         step_until_reformed(harness)
-    assert harness.controller._why_stop == (
+    assert harness.controller.run_state.why_stop == (
         "w1 diverged for the 4th time in this epoch, more often than elastic.max_rollbacks"
     )
 
@@ -421,7 +422,7 @@ def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_s
     for worker_id in ("w0", "w1"):
         error = NonFiniteCenterError(7)
         harness.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
-    assert harness.controller._failure.error is None
+    assert harness.controller.run_state.halt is None
     assert (
         sum(
             "all workers are rolled back to the newest good center" in line
@@ -436,7 +437,7 @@ def test_a_diverged_center_counts_once_and_the_next_one_counts_again():
     harness.step(*ends_with_bad_center(harness, "w0", "w1"))
     step_until_reformed(harness)
     harness.step(*ends_with_bad_center(harness, "w0", "w1"))
-    assert harness.controller._why_stop == (
+    assert harness.controller.run_state.why_stop == (
         "the center diverged for the second time in this epoch, more often than "
         "elastic.max_rollbacks"
     )
@@ -458,10 +459,10 @@ def test_with_the_policy_stop_the_first_divergence_stops_the_run(what):
     harness.step(
         diverged(harness, "w1") if what == "w1" else ends_with_bad_center(harness, "w1")[0]
     )
-    assert harness.controller._why_stop == f"{what} diverged"
+    assert harness.controller.run_state.why_stop == f"{what} diverged"
 
 
-@pytest.mark.parametrize("name", ["center", "w7"])
+@pytest.mark.parametrize("name", ["center", "shard 1"])
 def test_an_error_elsewhere_while_the_run_stops_raises_the_first_one(name):
     harness = ControllerHarness().start()
     harness.step(Failed("w1", USER_ERROR))
@@ -513,7 +514,9 @@ def test_by_messages_a_bad_center_that_a_worker_notices_restarts_as_well(has_cop
 def test_by_messages_a_bad_center_at_the_limit_of_rollbacks_is_not_restarted():
     harness = ControllerHarness(is_sync=False, elastic={"max_rollbacks": 0}).start()
     calls = harness.step(*ends_with_bad_copies(harness, "w1")) + harness.steps(2)
-    assert harness.controller._why_stop.startswith("the center diverged for the first time")
+    assert harness.controller.run_state.why_stop.startswith(
+        "the center diverged for the first time"
+    )
     assert not [call for call in calls if call[0] == "rebuild_center"]
 
 

@@ -20,6 +20,7 @@ from raydl.core.reports import Outcome, Record, WorkerReport
 from raydl.core.scores import Evaluated
 from raydl.core.worker_group import Changed, Collected, Published, Reported, RunEnded, WorkerReady
 from raydl.elastic.controller import Controller
+from raydl.elastic.facts import apply
 from raydl.elastic.run_state import State
 from raydl.faults import FaultPlan
 from raydl.methods import resolve
@@ -177,13 +178,20 @@ class ControllerHarness:
 
     def step(self, *events):
         """Step with some events and return the calls to the worker group."""
-        self.worker_group.events += events
         self.worker_group.calls.clear()
+        is_collecting = self.controller.run_state.checkpoints.is_collecting
+        if any(isinstance(event, Collected) for event in events) and not is_collecting:
+            self.controller.step()  # which asks for the states
+        self.worker_group.events += events
         self.controller.step()
         return list(self.worker_group.calls)
 
     def steps(self, count):
         return [call for _ in range(count) for call in self.step()]
+
+    def note(self, fact):
+        """Change the state by a fact that nobody carries out."""
+        apply(self.controller.run_state, fact, self.now)
 
     def start(self, *worker_ids):
         """Let workers become ready and train."""

@@ -255,7 +255,7 @@ class SimulatedGroup:
             if self.workers.get(worker_id) is not worker or worker.is_dead:
                 return
             if self.has_faults and self.random.random() < 0.2:
-                self.events.append(GaveUp(f"handover to {worker_id}", "it cannot be read"))
+                self.events.append(GaveUp("hand over", "it cannot be read", worker_id))
                 return
             worker.has_replica = True
             self.events.append(TookOver(worker_id))

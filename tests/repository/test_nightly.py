@@ -73,4 +73,4 @@ def test_a_simulated_run_that_fails_is_named_with_what_repeats_it():
 @pytest.mark.processes
 def test_simulated_runs_that_end_as_they_should_are_counted(capfd):
     assert seeds.main(3, 2) == 0
-    assert capfd.readouterr().out == "0 of 8 runs broken, seeds 3 to 4\n"
+    assert capfd.readouterr().out == "0 of 16 runs broken, seeds 3 to 4\n"

@@ -27,7 +27,7 @@ MAY_IMPORT_RAY = re.compile(
     r"ray_backend/.*|collective/ray_collective\.py|parameter_server/ray_transport\.py"
 )
 STANDARD_LIBRARY_ALONE = (
-    "text", "errors", "config", "elastic/failures", "ray_backend/session",
+    "text", "errors", "config", "ray_backend/session",
     "ray_backend/setup_worker", "launch/spot_notice", "run/versions",
 )  # fmt: skip
 ARITHMETIC = (

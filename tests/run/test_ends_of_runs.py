@@ -20,7 +20,7 @@ import raydl
 from raydl.checkpoint import writer as checkpoint_writer
 from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.totals import Totals
-from raydl.elastic import controller
+from raydl.elastic import decide
 from raydl.elastic.run_state import State
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
@@ -349,7 +349,7 @@ SILENCE_S = 12.0
 
 
 def train_with_slow_scores(folder, seconds, monkeypatch):
-    monkeypatch.setattr(controller, "_SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(decide, "SILENCE_S", SILENCE_S)
     return raydl.Trainer(
         SlowTask(seconds),
         "digits",

@@ -57,7 +57,7 @@ def test_the_training_time_does_not_fall_while_the_first_record_is_awaited(monke
     recorder, _ = make(Store())
     before = recorder.seconds
     now[0] = 105.0
-    recorder.event("generation 1: w0")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
     assert recorder.seconds == recorder.figures()["seconds"] == before
     recorder.close()
 
@@ -167,11 +167,11 @@ def test_a_record_becomes_one_point_of_every_curve():
             refused={"snapshots": 1, "messages": 2},
             generation=1,
             pauses=SimpleNamespace(longest_s=0.0),
-            lost_residuals=SimpleNamespace(count=2),
+            num_lost_residuals=2,
             planned_faults=SimpleNamespace(fired=()),
         )
     )
-    recorder.event("generation 1: w0 starts")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
     parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
     choice = Choice(1, ExchangeTuning(20, 19, "int8"), "a thin link")
@@ -237,7 +237,7 @@ def test_records_that_arrive_together_do_not_look_fast(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     recorder, memory = make(Store())
-    recorder.event("generation 1: w0 starts")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
     for at_s, num_samples in [(1.0, 100), (1.0, 200), (2.0, 300), (3.0, 400), (3.0, 500)]:
         now[0] = at_s
         recorder.record(record_at(num_samples), {})
@@ -386,7 +386,7 @@ def test_rounds_after_a_checkpoint_are_not_counted_twice_after_a_resume(monkeypa
     kept = []
     recorder, _ = make(Store(), before=Totals(time_parts=parts(data_io=7.0)))
     recorder.checkpoints._store.write = kept.append
-    recorder.event("generation 1: w0 starts")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
     for round in (20, 50, 100):
         now[0] = float(round)
         report = report_of("w0", local_step=round, parts=parts(data_io=round / 10))

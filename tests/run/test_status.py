@@ -16,7 +16,7 @@ from raydl.core.center import Snapshot
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, WorkerReport
 from raydl.elastic.run_state import State
-from raydl.elastic.worker_registry import Phase, WorkerEntry
+from raydl.elastic.state import Phase, Worker
 from raydl.errors import ConfigError, RaydlError, ResourceError, SupersededError
 from raydl.metrics import TIME_PARTS
 from raydl.run import control_channel as run_control_channel
@@ -212,10 +212,9 @@ def recorder(accuracy):
 
 
 def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
-    worker_registry = SimpleNamespace(entries=lambda: list(entries))
     return SimpleNamespace(
         state=state, outcome=outcome, stop_reason=stop_reason, ended_because="",
-        generation=5, num_workers=2, worker_registry=worker_registry,
+        generation=5, num_workers=2, workers=[*entries],
     )  # fmt: skip
 
 
@@ -231,7 +230,7 @@ def test_a_run_that_starts_again_by_itself_shows_its_new_start():
 def test_with_controller_and_recorder_the_status_is_their_newest():
     run_view = view()
     run_view.follow_recorder(recorder(0.5), EventLog(Silent()))
-    run_view.follow(controller(WorkerEntry("w4", Phase.STARTING, 0.0)))
+    run_view.follow(controller(Worker("w4", Phase.STARTING, 0.0)))
     status = run_view.status()
     assert (status.state, status.progress.generation, status.num_workers) == ("training", 5, 2)
     at = status.progress
@@ -303,27 +302,25 @@ def worker_report(**figures):
 
 
 def test_the_status_of_a_worker_has_its_figures_and_the_end_of_its_nodes_id():
-    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="f" * 51 + "00002", in_loop=True)
+    entry = Worker("w2", Phase.TRAINING, 10.0, node="f" * 51 + "00002", in_loop=True)
     entry.report = worker_report(local_step=90, step_s=0.02)
     status = worker_status(entry, 14.0)
     assert status == WorkerStatus("w2", "training", "fff00002", 90, 9, 0.02, 7.5, 4.0)
 
 
 def test_the_status_of_a_worker_without_a_report_has_zeros():
-    status = worker_status(WorkerEntry("w2", Phase.STARTING, 10.0), 11.0)
+    status = worker_status(Worker("w2", Phase.STARTING, 10.0), 11.0)
     assert status == WorkerStatus("w2", "starting", "", 0, 0, 0.0, 0.0, 1.0)
 
 
 def test_a_worker_between_two_generations_is_ready_since_its_last_change_of_state():
-    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, moved_at=30.0, in_loop=False)
+    entry = Worker("w2", Phase.TRAINING, 10.0, moved_at=30.0, in_loop=False)
     status = worker_status(entry, 32.0)
     assert (status.state, status.since_s) == ("ready", 2.0)
 
 
 def test_a_figure_that_is_no_number_becomes_zero():
-    entry = WorkerEntry(
-        "w2", Phase.TRAINING, 10.0, report=worker_report(step_s=math.nan), in_loop=True
-    )
+    entry = Worker("w2", Phase.TRAINING, 10.0, report=worker_report(step_s=math.nan), in_loop=True)
     assert worker_status(entry, 11.0).step_s == 0.0
 
 
@@ -359,7 +356,7 @@ class FakeController:
     def __init__(self, state=State.TRAINING):
         self.state, self.removed, self.num_steps = state, [], 0
         self.num_workers, self.generation, self.stop_reason = 1, 1, ""
-        self.outcome, self.worker_registry = None, SimpleNamespace(entries=list)
+        self.outcome, self.workers = None, []
 
     def step(self):
         self.num_steps += 1
