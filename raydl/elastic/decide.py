@@ -5,9 +5,10 @@ It has no clock, no process, no log and no thread, and raises nothing: an error 
 ``Fail``. The same events at the same times give the same facts, and the state is their fold
 (``facts.apply``).
 
-Events only note what happened; policies decide at the ``Tick`` that ends a poll. So the loss of a
-rack is one decision. A policy is a generator of actions, each applied before the next is asked for:
-it sees the effect of what it has yielded.
+A loss, an error, a divergence and a notice are answered at once: the worker is replaced, or the
+run stops. Who trains, and from where, is decided at the ``Tick`` that ends a poll, so the loss of a
+rack is one new membership. A policy is a generator of actions, each applied before the next is
+asked for: it sees the effect of what it has yielded.
 
     WAITING ──form──> TRAINING ──a worker joins or leaves──> REGROUPING ──all left──┐
        ^                 │  └────a worker is lost or late──> RECOVERING ──all left──┤

@@ -233,9 +233,10 @@ class FewerPlaces(Fact):
 
 @dataclass(frozen=True)
 class Avoid(Fact):
-    """Start no further worker on a node."""
+    """Start no further worker on a node; the worker group refuses if there is no other."""
 
     node: str
+    why: str
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,22 @@ def replace_lost(s: RunState, p: Limits, e: Lost, w: Worker) -> Actions:
         e: the loss.
         w: the worker.
     """
-    yield from check_losses(s, p, e.name, e.reason)
+    yield from _replace(s, p, w, e.reason)
+
+
+def _replace(s: RunState, p: Limits, w: Worker, why: str, *, origin: str = "") -> Actions:
+    """Replace a worker that has been counted as lost, and is gone.
+
+    Args:
+        s: the state, without the worker.
+        p: the limits.
+        w: the worker.
+        why: the reason.
+        origin: the first worker in its chain of replacements, if its errors are inherited.
+    """
+    yield from check_losses(s, p, w.worker_id, why)
     yield from forget(s, p, w, "was lost")
-    yield from fill(s)
+    yield from fill(s, [(w.is_spare, origin)] if origin else [])
 
 
 def check_losses(s: RunState, p: Limits, name: str, why: str) -> Actions:
@@ -79,9 +92,7 @@ def end_stuck(s: RunState, p: Limits, now: float) -> Actions:
                 f"elastic.max_busy_s while it computes)"
             )
             yield facts.End(w.worker_id, why, is_loss=True)
-            yield from check_losses(s, p, w.worker_id, why)
-            yield from forget(s, p, w, "was lost")
-            yield from fill(s)
+            yield from _replace(s, p, w, why)
 
 
 def _longest_step_s(w: Worker, p: Limits) -> float:
@@ -127,7 +138,7 @@ def answer_error(s: RunState, p: Limits, e: Failed, now: float) -> Actions:
         if w is not None:
             why = why_not_replaced(s, p, w, e.error, now)
             if not why:
-                yield from _replace(s, p, w, e.error, now)
+                yield from _replace_failed(s, p, w, e.error, now)
                 return
         if s.run is None or not (is_needed or e.name == "evaluator"):
             yield facts.Fail("raised", e.name, why)
@@ -169,7 +180,7 @@ def _is_needed(s: RunState, p: Limits, w: Worker) -> bool:
     return w.phase is Phase.TRAINING and num_present <= p.min_workers
 
 
-def _replace(s: RunState, p: Limits, w: Worker, error: Exception, now: float) -> Actions:
+def _replace_failed(s: RunState, p: Limits, w: Worker, error: Exception, now: float) -> Actions:
     """Replace a worker that raised an error; its replacement inherits its errors.
 
     Otherwise a worker that runs out of memory would be replaced forever. A spare with too many
@@ -182,10 +193,9 @@ def _replace(s: RunState, p: Limits, w: Worker, error: Exception, now: float) ->
     yield facts.End(w.worker_id, why, is_loss=True, is_error=True)
     num_on_node = Counter(node for _, _, node in s.budgets.errors)[w.node]
     if w.node and num_on_node > p.elastic.max_worker_errors:
-        yield facts.Avoid(w.node)
-    yield from check_losses(s, p, w.worker_id, why)
-    yield from forget(s, p, w, "was lost")
-    yield from fill(s, [(w.is_spare, w.origin or w.worker_id)])
+        often = "within an hour its workers had more errors than elastic.max_worker_errors"
+        yield facts.Avoid(w.node, often)
+    yield from _replace(s, p, w, why, origin=w.origin or w.worker_id)
 
 
 # Divergence

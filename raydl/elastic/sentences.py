@@ -86,13 +86,6 @@ def _stopping(a: facts.Stopping) -> str:
     return f"{a.why}: stopping after this round, with a checkpoint"
 
 
-def _avoids(a: facts.Avoid) -> str:
-    return (
-        f"no further worker is started on node {a.node[:12]}: within an hour its workers had more "
-        f"errors than elastic.max_worker_errors"
-    )
-
-
 _SENTENCES: dict[type, Callable[[Any], str]] = {
     group.Lost: _lost,
     group.StatesLost: lambda e: f"a checkpoint was abandoned: {e.reason}",
@@ -101,7 +94,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     facts.Release: lambda a: f"{a.worker_id} {a.why}",
     facts.Stay: _stays,
     facts.FewerPlaces: lambda a: a.why,
-    facts.Avoid: _avoids,
+    facts.Avoid: lambda a: f"no further worker is started on node {a.node[:12]}: {a.why}",
     facts.Drop: _broke,
     facts.Blame: _broke,
     facts.NoHandIn: lambda a: f"the replica of {a.worker_id} is not handed over: {a.why}",

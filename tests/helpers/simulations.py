@@ -165,6 +165,9 @@ class SimulatedGroup:
     def end(self, worker_id):
         self.workers.pop(worker_id, None)
 
+    def avoid(self, node):
+        return False  # there is one node
+
     def form(self, membership, round, own_states):
         self.memberships.append(membership)
         self._check_states(own_states)
