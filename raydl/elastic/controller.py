@@ -46,6 +46,8 @@ from raydl.errors import CapacityError, ProcessLostError, StalledError
 from raydl.faults import FaultPlan
 
 _POLL_S = 0.25
+_LONG_S = 2.0
+"""Seconds of a poll and its answers after which it is repeated: a callback may take long."""
 _NO_FAULTS = FaultPlan()
 
 
@@ -221,16 +223,19 @@ class Controller:
             RaydlError: if the run ends by an error. A user's exception is raised unchanged.
         """
         timeout_s, self._is_new_stage = 0.0 if self._is_new_stage else _POLL_S, False
+        began = self._clock()
         for event in self._worker_group.poll(timeout_s):
             self._on_event(event)
+        if self._clock() - began > _LONG_S:  # what has arrived meanwhile may end a wait
+            for event in self._worker_group.poll(0.0):
+                self._on_event(event)
         if self.stop_reason:
             self._feed(facts.Stop(self.stop_reason))
         self._note_files()
         self._inflict_faults()
         self._tick()
-        if self._later:  # the score of the last center has come with the end of a loop
-            while self._later:
-                self._on_event(self._later.popleft())
+        while self._later:  # the score of the last center has come with the end of a loop
+            self._on_event(self._later.popleft())
             self._tick()
         self._recorder.show(self.state, self.run_state.counts())
         if self.state is State.DONE and self.run_state.halt is not None:
@@ -252,7 +257,7 @@ class Controller:
         is_open = self.state is State.TRAINING and not is_changing(self.run_state)
         if is_open and not self.run_state.center.is_lost:
             for sentence in self.planned_faults.inflict(self._curves.last):
-                self._log(sentence)
+                self._feed(facts.FaultFired(sentence))
 
     def _log(self, sentence: str) -> None:
         """Log a sentence, unless it was the last one logged."""
@@ -300,12 +305,18 @@ class Controller:
 
     def _on_collected(self, event: Collected) -> None:
         progress = event.snapshot.progress
-        is_last = progress.round == self.run_state.finished_at
-        if self._feed(event):
-            self._feed(facts.Trained(progress.num_samples))
-            self._recorder.checkpoint(
-                dataclasses.replace(event, is_last=is_last, unfrozen=self.unfrozen)
-            )
+        is_end = self.state is State.FINISHING and self.outcome is Outcome.FINISHED
+        is_last = is_end and progress.round == self.run_state.round
+        if not self._feed(event):  # it was given up meanwhile
+            self._log("a checkpoint was abandoned: what it needs was lost meanwhile")
+            for state in event.workers.values():
+                if not isinstance(state, dict):
+                    state.release()
+            return
+        self._feed(facts.Trained(progress.num_samples))
+        self._recorder.checkpoint(
+            dataclasses.replace(event, is_last=is_last, unfrozen=self.unfrozen)
+        )
 
     def _on_score(self, evaluated: Evaluated) -> None:
         counts = self.run_state.counts_score(evaluated.progress.round)
@@ -329,7 +340,7 @@ class Controller:
     def _on_published(self, published: Published) -> None:
         self._feed(published)
         for number, worker_id in published.faults:
-            self._log(self.planned_faults.note(number, worker_id))
+            self._feed(facts.FaultFired(self.planned_faults.note(number, worker_id)))
         self.note_refused(published.process, published.refused)
         self._note_trained(published.records)
         self._add_records(published.records, f"center {published.process}", published.sent_s)
@@ -376,6 +387,7 @@ class Controller:
 
     def _carry_out(self, found: Sequence[Any]) -> None:
         for fact in found:
+            self._recorder.note(fact)
             sentence = sentences.sentence(
                 fact,
                 num_lost_scores=self.run_state.scores.num_lost,
@@ -407,9 +419,9 @@ class Controller:
                 group.request_worker(worker_id, self._states.get(worker_id))
             case facts.End(worker_id):
                 group.end(worker_id)
-                self._drop_own_state(worker_id)
+                self._drop_kept(worker_id)
             case Lost(name):
-                self._drop_own_state(name)
+                self._drop_kept(name)
             case facts.Form(membership, round):
                 self._note_membership(fact)
                 group.form(membership, round, self._states_for(fact))
@@ -438,10 +450,12 @@ class Controller:
             case facts.Collect(round, worker_ids):
                 group.collect(round, worker_ids)
 
-    def _drop_own_state(self, worker_id: str) -> None:
-        """Free the state from the checkpoint of a worker that has ended, if it has not used it."""
+    def _drop_kept(self, worker_id: str) -> None:
+        """Free what is kept of a worker that has ended: its state in the checkpoint, its error."""
         if worker_id not in self.run_state.replicas:
             self._states.pop(worker_id, None)
+        if self.run_state.halt is None or self.run_state.halt.name != worker_id:
+            self._errors.pop(worker_id, None)
 
     def _note_membership(self, fact: facts.Form | facts.Change) -> None:
         self.num_generations += 1

@@ -298,7 +298,7 @@ def _wait(s: RunState, p: Limits, e: facts.Tick, now: float) -> Actions:
         yield from center_policy.collect_ended(s)  # the wait may be long
         yield from _await_workers(s, p, e, why, waited_s)
     elif not scaling_policy.awaits_handover(s, membership.worker_ids):
-        yield from membership_policy.form(s, membership, why, now)
+        yield from membership_policy.form(s, p, membership, why, now)
 
 
 def _await_workers(s: RunState, p: Limits, e: facts.Tick, why: str, waited_s: float) -> Actions:

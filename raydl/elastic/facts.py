@@ -140,6 +140,13 @@ class Writing(Fact):
             k.writing = frozenset()
 
 
+@dataclass(frozen=True)
+class FaultFired(Fact):
+    """A fault of the fault plan is inflicted."""
+
+    sentence: str
+
+
 # Actions about workers
 
 
@@ -551,8 +558,6 @@ class Collect(Fact):
     def apply(self, s: RunState, now: float) -> None:
         k = s.checkpoints
         k.is_collecting, k.round, k.sources = True, self.round, self.worker_ids
-        if s.outcome is Outcome.FINISHED:
-            s.finished_at = self.round
 
 
 # Actions about the run
@@ -595,7 +600,7 @@ class Enter(Fact):
         s.is_idle = self.is_idle
         if s.stage is not State.DONE or self.outcome:
             s.outcome = Outcome(self.outcome) if self.outcome else None
-            s.ended_by, s.finished_at = self.ended_by, None
+            s.ended_by = self.ended_by
 
 
 @dataclass(frozen=True)
@@ -650,10 +655,13 @@ class Halt(Fact):
     name: str
     """The process that raised it."""
     why: str
+    is_divergence: bool = False
+    """Whether its values were not finite; a further error of it is another one."""
 
     def apply(self, s: RunState, now: float) -> None:
         s.halt = s.halt or self
-        s.raised |= {self.name}
+        if not self.is_divergence:
+            s.raised |= {self.name}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,12 @@ def answer_error(s: RunState, p: Limits, e: Failed, now: float) -> Actions:
     """
     w = s.workers.get(e.name)
     is_needed = w is not None and s.stage not in (State.FINISHING, State.DONE)
-    if s.halt is not None:  # mostly the same mistake in another process
+    if e.name == "callback":
+        why = f"a callback raised {in_one_line(e.error)}"
+        # At the end the training is complete: its last states are collected and written first.
+        is_end = s.stage is State.FINISHING and s.halt is None
+        yield facts.Halt(e.name, why) if is_end else facts.Fail("raised", e.name, why)
+    elif s.halt is not None:  # mostly the same mistake in another process
         if e.name == "evaluator":
             return
         if not is_needed or e.name in s.raised:
@@ -128,11 +133,6 @@ def answer_error(s: RunState, p: Limits, e: Failed, now: float) -> Actions:
     elif e.name == "center" and isinstance(e.error, NonFiniteError) and s.run is not None:
         yield from roll_back(s, p, e.name, e.error)
         return
-    elif e.name == "callback":
-        why = f"a callback raised {in_one_line(e.error)}"
-        # At the end the training is complete: its last states are collected and written first.
-        is_end = s.stage is State.FINISHING
-        yield facts.Halt(e.name, why) if is_end else facts.Fail("raised", e.name, why)
     else:
         why = f"{e.name} raised {in_one_line(e.error)}"
         if w is not None:
@@ -228,7 +228,7 @@ def roll_back(s: RunState, p: Limits, name: str, error: NonFiniteError) -> Actio
             f" for the {ordinal(number)} time in this epoch, more often than elastic.max_rollbacks"
         )
         diverged = f"{'the center' if is_of_center else name} diverged"
-        yield facts.Halt(name, diverged if is_never else diverged + often)
+        yield facts.Halt(name, diverged if is_never else diverged + often, is_divergence=True)
 
 
 def ordinal(number: int) -> str:

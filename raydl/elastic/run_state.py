@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from raydl.core.membership import Membership
 from raydl.core.reports import Record, WorkerReport
@@ -28,6 +28,10 @@ class Recorder(Protocol):
 
     def event(self, sentence: str) -> None:
         """Log one line about an event of the run."""
+        ...
+
+    def note(self, fact: Any) -> None:
+        """Keep a fact in the history of the run; see ``raydl.elastic.facts``."""
         ...
 
     def formed(self, membership: Membership, reason: str) -> None:

@@ -135,7 +135,8 @@ def end_leavers(s: RunState, p: Limits, now: float) -> Actions:
 def _needed_workers(s: RunState) -> Container[str]:
     is_settled = s.stage is State.WAITING and s.checkpoints.collected >= s.round
     needed = set() if is_settled or s.run is None else set(s.run.ended)
-    return needed.union(s.checkpoints.sources, s.checkpoints.writing)
+    k = s.checkpoints
+    return needed.union(k.sources, k.writing if k.waits_for_files else ())
 
 
 # Places and spares

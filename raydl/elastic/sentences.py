@@ -90,6 +90,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     group.Lost: _lost,
     group.StatesLost: lambda e: f"a checkpoint was abandoned: {e.reason}",
     facts.Cut: lambda e: e.why,
+    facts.FaultFired: lambda e: e.sentence,
     facts.End: _lost,
     facts.Release: lambda a: f"{a.worker_id} {a.why}",
     facts.Stay: _stays,

@@ -402,8 +402,6 @@ class RunState:
     outcome: Outcome | None = None
     ended_by: str = ""
     """The callback that has ended the run."""
-    finished_at: int | None = None
-    """The round that completed the training."""
     # Telemetry:
     pace: StragglerDetector = field(default_factory=StragglerDetector, compare=False)
     most_trained: int = -1

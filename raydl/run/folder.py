@@ -3,6 +3,7 @@
     runs/NAME/
         config.json           settings without credentials, package versions, commit
         events.out.tfevents…  for TensorBoard
+        history-….jsonl       what happened and was decided: see raydl.run.history
         checkpoints/          see raydl.checkpoint.store
         handovers/            replicas of workers that leave, for their replacements
         center.safetensors    the trained weights, once the run has finished
@@ -12,8 +13,8 @@
         driver.lock           the present driver; drivers/ on object stores: see raydl.run.lock
         driver-epochs/        all starts, numbered: see raydl.run.driver_epoch
 
-With ``storage_path`` all files are there. Only the events are first written to the local folder,
-and copied with every checkpoint.
+With ``storage_path`` all files are there. Only events and history are first written to the local
+folder, and copied with every checkpoint.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.config.typed import Count, typed
 from raydl.errors import CheckpointError, ConfigError, DataError
 from raydl.run.driver_epoch import DriverEpoch
+from raydl.run.history import HISTORY
 from raydl.run.lock import held
 from raydl.run.versions import installed_version
 from raydl.storage import Storage, below, in_words, parent_and_name
@@ -44,7 +46,7 @@ from raydl.text.redaction import has_credentials, redact_values
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
-_CURVES = (_EVENTS, TRACKER_STATES, METRIC_LINES)
+_CURVES = (_EVENTS, TRACKER_STATES, METRIC_LINES, HISTORY)
 """Beginnings of the names of the files that a driver writes to its local folder."""
 SUBMISSION = "RAYDL_SUBMISSION"
 """Environment variable with the id of the submission, for the drivers of all its attempts."""

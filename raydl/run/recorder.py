@@ -40,6 +40,7 @@ from raydl.metrics import (
     spread_of,
     time_values,
 )
+from raydl.run.history import HistoryWriter
 from raydl.run.progress_reporter import ProgressReporter, ProgressView
 from raydl.storage import Storage, within
 from raydl.worker.examples import Examples
@@ -119,6 +120,7 @@ class RunRecorder:
         flat: names the weights.
         examples: test images to draw with the center's predictions.
         order: name of the order of the samples, for checkpoints.
+        history: writes the history of this start.
         after_checkpoint: called after each checkpoint and at the end, to copy the curves; its
             ``OSError`` is logged, and the run goes on.
         storage: the run's folder; None for one that always answers.
@@ -140,6 +142,7 @@ class RunRecorder:
         flat: FlatModel,
         examples: Examples,
         order: str = "",
+        history: HistoryWriter | None = None,
         after_checkpoint: Callable[[], None],
         storage: Storage | None = None,
         fallback_dir: Path | None = None,
@@ -175,6 +178,7 @@ class RunRecorder:
         self._warnings: dict[str, str] = {}
         """The first warning of each kind, which stays in the result."""
         self._parts = PartsPerWorker()
+        self._facts = history
         self._history = StartTotalsHistory(
             StartTotals(
                 round=start.progress.round,
@@ -222,6 +226,16 @@ class RunRecorder:
         # TensorBoard shows one text per step: put simultaneous sentences a sample apart.
         self._text_at = max(self._text_at + 1, num_samples)
         self._writer.text("events", sentence, num_samples=self._text_at)
+
+    def note(self, fact: Any) -> None:
+        """Keep a fact in the history; if it cannot be written, say so once, and go on without."""
+        if self._facts is None:
+            return
+        try:
+            self._facts.write(fact, seconds=self.seconds, samples=self._newest.num_samples)
+        except OSError as error:
+            self._facts = None
+            self._warn("history", f"the history of the run cannot be written: {error}")
 
     def formed(self, membership: Membership, reason: str) -> None:
         """Write the table of memberships to TensorBoard, and forget workers that have left.

@@ -75,6 +75,7 @@ from raydl.ray_backend import session as ray_session
 from raydl.run.control_channel import ControlChannel
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder, with_index_dir
+from raydl.run.history import HistoryWriter
 from raydl.run.local_worker_group import LocalWorkerGroup
 from raydl.run.preflight import PreflightResult, try_model
 from raydl.run.progress_reporter import make_reporter
@@ -580,6 +581,7 @@ class Trainer:
                 flat=start.flat,
                 examples=examples,
                 order=job.order.name,
+                history=HistoryWriter(folder.path, folder.epoch.number),
                 after_checkpoint=folder.publish_events,
                 storage=folder.storage,
                 fallback_dir=folder.path if folder.is_remote else None,

@@ -478,6 +478,9 @@ class _Log:
     def event(self, sentence: str) -> None:
         self.sentences.append(sentence)
 
+    def note(self, fact: Any) -> None:
+        pass
+
     def formed(self, membership: Membership, reason: str) -> None:
         pass
 

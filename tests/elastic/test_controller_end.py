@@ -1,6 +1,8 @@
 """The end of a run, also if workers or the center are lost during it."""
 
 import dataclasses
+import math
+from unittest.mock import Mock
 
 import pytest
 from controller_harness import BOTH, DIED, ControllerHarness, collected, report, scored
@@ -13,14 +15,16 @@ from raydl.core.reports import Outcome
 from raydl.core.worker_group import (
     Changed,
     Draining,
+    Failed,
     GaveUp,
+    HandedIn,
     Lost,
     Published,
     Scoring,
     WorkerReady,
 )
 from raydl.elastic.run_state import State
-from raydl.errors import RaydlError
+from raydl.errors import NonFiniteLossError, RaydlError
 
 
 @BOTH
@@ -465,3 +469,91 @@ def test_workers_score_the_last_center_of_a_run_that_a_callback_ends_but_not_aft
     calls = harness.step(report("w0", 3), report("w1", 3), collected(3))
     assert (harness.state, evaluations(calls)) == (State.DONE, [])
     assert [score.progress.round for score in harness.recorder.scores] == [2, 3]
+
+
+# what a review of the control found
+
+
+@BOTH
+def test_the_last_checkpoint_is_the_last_one_also_if_its_collection_began_before_the_end(is_sync):
+    harness = ControllerHarness(is_sync=is_sync, every_s=1.0).start()
+    harness.now += 2.0
+    harness.step()
+    kept = [report(w, 9, kept=(9,)) for w in ("w0", "w1")]
+    assert ("collect", 9, ("w0", "w1")) in harness.step(Published((0, 9)), *kept)
+    harness.step(*harness.end("finished", 9, "w0", "w1"))
+    assert harness.state is State.FINISHING
+    harness.step(collected(9), scored(9))
+    assert harness.state is State.DONE
+    assert [c.is_last for c in harness.recorder.checkpoints] == [True]
+
+
+def test_states_that_arrive_after_their_collection_was_given_up_are_released():
+    harness = ControllerHarness(every_s=1.0).start()
+    harness.now += 2.0
+    harness.step()
+    kept = [report(w, 5, kept=(5,)) for w in ("w0", "w1")]
+    assert ("collect", 5, ("w0", "w1")) in harness.step(Published((0, 5)), *kept)
+    harness.step(Lost("w1", DIED))
+    state = Mock()
+    harness.worker_group.events.append(
+        dataclasses.replace(collected(5), workers={"w0": state, "w1": {}})
+    )
+    harness.controller.step()
+    state.release.assert_called_once_with()
+    assert harness.recorder.checkpoints == []
+    assert any(line.startswith("a checkpoint was abandoned") for line in harness.log_lines)
+
+
+def test_a_leaver_is_ended_although_a_checkpoint_waits_for_a_silent_storage():
+    harness = ControllerHarness().start()
+    harness.recorder.is_writing = harness.recorder.is_given_up = True
+    harness.step(Draining("w1"))
+    ends = harness.end("regroup", 5, "w0", "w1")
+    calls = harness.step(*ends, Published((0, 5))) + harness.steps(2)
+    assert ("collect", 5, ("w0", "w1")) in calls
+    assert ("hand_in", "w1") in calls
+    calls = harness.step(HandedIn("w1", {}), collected(5)) + harness.steps(2)
+    assert ("end", "w1") in calls
+
+
+def test_a_driver_that_was_busy_looks_again_before_a_wait_ends():
+    slow = [lambda: None]
+
+    class Slow:
+        def evaluated(self, evaluated):
+            slow[0]()
+
+        def ended(self, result):
+            pass
+
+    harness = ControllerHarness((2, 3), is_sync=False, callbacks=[Slow()]).start()
+
+    def sleep():
+        harness.now += 700.0
+        harness.worker_group.events.append(Changed())  # it has come meanwhile
+
+    assert ("change", 2, ("w0", "w1", "w2")) in harness.step(WorkerReady("w2", "node"))
+    slow[0] = sleep
+    harness.step(Published((0, 4)), scored(4))
+    assert harness.state is State.TRAINING
+
+
+def test_a_halted_run_whose_center_does_not_answer_raises_the_error_that_has_halted_it():
+    harness = ControllerHarness((2, 3), is_sync=False).start()
+    harness.step(WorkerReady("w2", "node"))
+    harness.step(Failed("w1", ZeroDivisionError("my own mistake")))
+    harness.now += 601.0
+    with pytest.raises(ZeroDivisionError):
+        harness.step()
+
+
+def test_after_a_halt_by_divergence_another_error_of_that_worker_is_one_more():
+    harness = ControllerHarness(is_sync=False, elastic={"max_rollbacks": 0}).start()
+    bad = NonFiniteLossError("w1", 3, math.nan)
+    [end] = harness.end("broken", 3, "w1")
+    harness.step(dataclasses.replace(end, error=bad))
+    harness.step(Failed("w1", ValueError("another")))
+    assert harness.state is State.TRAINING, "the others leave by vote"
+    with pytest.raises(NonFiniteLossError):
+        harness.step(Failed("w1", ValueError("a third one")))

@@ -116,9 +116,13 @@ class FakeWorkerGroup:
 class FakeRecorder:
     def __init__(self):
         self.events, self.records, self.checkpoints, self.scores = [], [], [], []
+        self.facts = []
         self.evaluated, self.checkpoint = self.scores.append, self.checkpoints.append
         self.event = self.events.append
         self.is_writing = self.is_given_up = False
+
+    def note(self, fact):
+        self.facts.append(fact)
 
     def record(self, record, reports):
         self.records.append(record)

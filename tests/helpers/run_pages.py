@@ -5,6 +5,7 @@ import json
 from html.parser import HTMLParser
 
 from raydl.core.progress import Progress
+from raydl.run.history import Line
 from raydl.run.status import RunStatus, to_json
 from raydl.tools.report.facts import RunFacts
 
@@ -54,6 +55,12 @@ def write_run(folder, *, state="finished", result=None, config=CONFIG):
     if result is not None:
         (folder / "result.json").write_text(json.dumps(result))
     return folder
+
+
+def formed(number, worker_ids, why, *, start=1, seconds=0.0, samples=0):
+    """Return the line of the history of a membership."""
+    membership = {"generation": number, "worker_ids": [*worker_ids], "absent": []}
+    return Line(start, seconds, samples, "Form", {"membership": membership, "why": why})
 
 
 def facts_of(name="a", **changes):

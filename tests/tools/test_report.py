@@ -6,14 +6,14 @@ from html import unescape
 
 import pytest
 from pyarrow import fs
-from run_pages import CONFIG, PageParser, facts_of, write_run
+from run_pages import CONFIG, PageParser, facts_of, formed, write_run
 
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import STACK, TIME_PARTS
 from raydl.tools.report import make_page, read_run, with_unique_names, write_report
 from raydl.tools.report.curves import samples_at
-from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow
+from raydl.tools.report.events import Curve, History, LoggedEvent
 from raydl.tools.report.html import element, table
 from raydl.tools.report.sections import byte_size, duration
 from raydl.tools.report.style import CSS
@@ -171,6 +171,7 @@ def test_a_page_that_can_not_be_written_gives_one_sentence(tmp_path):
 def test_the_page_says_that_event_files_are_missing(tmp_path):
     text = PageParser(make_page([read_run(str(write_run(tmp_path / "a")))])).text
     assert "Event files are missing: there are no curves" in text
+    assert "The folder has no history: there are no memberships to show." in text
     assert "Center accuracy 75.00%" in text
     assert "No membership was recorded" in text
 
@@ -269,6 +270,7 @@ def test_hostile_names_are_escaped():
             "warnings": [hostile],
         },
         history=History(curves, events, num_starts=1),
+        lines=(formed(1, [hostile], hostile),),
         checkpoints=((hostile, manifest),),
         notes=(hostile,),
     )
@@ -284,15 +286,16 @@ def test_hostile_names_are_escaped():
 
 def long_run(num_generations):
     """Return a run in which a worker is replaced every 30 s."""
-    events, memberships = [], {}
+    events, lines = [], []
     for number in range(1, num_generations + 1):
         reason = f"w{number} was lost, w{number + 8} joins"
         events.append(LoggedEvent(f"generation {number}: {reason}", 1, 640 * number, 30.0 * number))
         workers = tuple(f"w{number + i}" for i in range(1, 9))
-        memberships[1, number] = MembershipRow(640 * number, workers, 8)
+        at = {"seconds": 30.0 * number, "samples": 640 * number}
+        lines.append(formed(number, workers, reason, **at))
     curve = Curve((1, 640 * num_generations), (1.0, 30.0 * num_generations), (8.0, 8.0))
-    history = History({"workers/count": curve}, tuple(events), memberships, num_starts=1)
-    return facts_of("long", history=history)
+    history = History({"workers/count": curve}, tuple(events), num_starts=1)
+    return facts_of("long", history=history, lines=tuple(lines))
 
 
 def test_the_page_of_a_run_with_thousands_of_generations_stays_small():
@@ -405,8 +408,8 @@ def test_a_run_given_twice_is_reported_once(tmp_path):
 
 
 def test_a_timeline_of_very_many_generations_is_folded():
-    events = tuple(LoggedEvent(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
-    text = PageParser(make_page([facts_of(history=History({}, events, num_starts=1))])).text
+    lines = tuple(formed(i, [f"w{i}"], f"w{i} joins") for i in range(100))
+    text = PageParser(make_page([facts_of(lines=lines)])).text
     assert "All generations (100)" in text
     assert "w99 joins" in text
 

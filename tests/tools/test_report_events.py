@@ -4,12 +4,15 @@ import re
 import struct
 
 import pytest
-from run_pages import PageParser, facts_of, write_run
+from run_pages import PageParser, facts_of, formed, write_run
 
+from raydl.core.membership import Membership
+from raydl.elastic.facts import FaultFired, Form
 from raydl.metrics import TensorBoardWriter
+from raydl.run.history import HistoryWriter, Line
 from raydl.tools.report import make_page, read_run
 from raydl.tools.report.curves import charts_of
-from raydl.tools.report.events import Curve, History, LoggedEvent, read_history
+from raydl.tools.report.events import Curve, History, read_history
 
 
 def event_files(folder):
@@ -69,10 +72,11 @@ def test_the_line_of_workers_omits_generations_that_a_resumed_start_replaced():
         "workers/count": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), counts),
         "workers/generation": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), (1.0, 2.0, 3.0, 4.0)),
     }
-    events = tuple(
-        LoggedEvent(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in generations
+    lines = tuple(
+        formed(n, (f"w{i}" for i in range(int(counts[n - 1]))), "why", start=1 + n // 3, seconds=s)
+        for n, s in generations
     )
-    run = facts_of(history=History(curves, events, num_starts=2))
+    run = facts_of(history=History(curves, num_starts=2), lines=lines)
     [figure] = [f for f in charts_of([run]) if "Workers that train" in f]
     [line] = re.findall(r'stroke:var\(--c0\)[^"]*" d="([^"]*)"', figure)
     xs = [float(x) for x in re.findall(r"[ML]([\d.]+)", line)]
@@ -81,12 +85,15 @@ def test_the_line_of_workers_omits_generations_that_a_resumed_start_replaced():
     assert re.findall(r"<title>generation (\d)", figure) == ["1", "3", "4"]
 
 
-def test_the_members_of_a_generation_are_read_from_the_table_of_memberships(tmp_path):
-    rows = "| 2 | 1,280 | 1: w1 | w0 was lost |\n| 1 | 0 | 2: w0, w1 | w0, w1 start |"
-    table = f"| generation | from sample | workers | why |\n|---|---|---|---|\n{rows}"
-    sentences = ["generation 1: w0, w1 start", "generation 2: w0 was lost"]
-    history = read_history([write_start(tmp_path, [], sentences=sentences, table=table)])
-    found = facts_of(history=history).generations
+def test_the_memberships_are_read_from_the_history_of_the_run(tmp_path):
+    folder = write_run(tmp_path / "a")
+    for epoch, number, workers, why in ((1, 1, ("w0", "w1"), "w0, w1 start"),
+                                        (3, 2, ("w1",), "w0 was lost")):  # fmt: skip
+        writer = HistoryWriter(folder, epoch)
+        fact = Form(Membership(number, workers), 0, why)
+        writer.write(fact, seconds=float(number), samples=1280 * (number - 1))
+    found = read_run(str(folder)).generations
+    assert [(g.start, g.seconds) for g in found] == [(1, 1.0), (2, 2.0)]
     assert [(g.number, g.samples, g.worker_ids, g.num_workers, g.reason) for g in found] == [
         (1, 0, ("w0", "w1"), 2, "w0, w1 start"),
         (2, 1280, ("w1",), 1, "w0 was lost"),
@@ -159,7 +166,9 @@ def test_nan_is_not_part_of_a_curve(tmp_path):
     assert read_history([write_start(tmp_path, points)]).curves["train/loss"].samples == (20,)
 
 
-def test_the_faults_of_all_starts_are_listed(tmp_path):
-    events = tuple(LoggedEvent(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
-    run = facts_of(history=History({}, events, num_starts=2), result={"faults_fired": ["fault 2"]})
-    assert run.faults == [event.sentence for event in events]
+def test_the_faults_of_all_starts_are_listed():
+    sentences = [f"fault {i}: kill w{i} at step 4" for i in (1, 2)]
+    lines = tuple(Line(1, 0.0, 0, FaultFired.__name__, {"sentence": said}) for said in sentences)
+    history = History(num_starts=2)
+    run = facts_of(history=history, lines=lines, result={"faults_fired": ["fault 2"]})
+    assert run.faults == sentences

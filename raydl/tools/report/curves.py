@@ -116,12 +116,12 @@ def samples_at(curve: Curve, seconds: float) -> float:
 def _workers(run: RunFacts, number: int) -> Line:
     """Return the number of workers as a step function, with a mark per generation."""
     curve = run.curve("workers/count")
-    known = _valid([g for g in run.generations if g.num_workers is not None])
+    known = _valid(run.generations)
     if not known or not curve:
         return Line(run.name, curve.seconds, curve.values, numbered(number), is_step=True)
-    xs, ys = [g.seconds for g in known], [float(g.num_workers or 0) for g in known]
+    xs, ys = [g.seconds for g in known], [float(g.num_workers) for g in known]
     marks = tuple(
-        Mark(g.seconds, float(g.num_workers or 0), f"generation {g.number}: {g.reason}")
+        Mark(g.seconds, float(g.num_workers), f"generation {g.number}: {g.reason}")
         for g in known[:: -(-len(known) // _MOST_MARKS)]
     )
     end = max(curve.seconds[-1], xs[-1])

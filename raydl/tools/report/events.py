@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ _MOST_RECORD_BYTES = 64 << 20
 """Longest record: a picture has less than one MB."""
 _LATEST_S = 1e12
 """Latest Unix time of a record."""
-_ROW = re.compile(r"^\| (\d+) \| ([\d,]+) \| (\d+): ([^|]*) \|", re.MULTILINE)
-"""A row of the table of memberships: generation, first sample, number of workers, worker ids."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +56,11 @@ class LoggedEvent:
 
 
 @dataclass(frozen=True)
-class MembershipRow:
-    """A row of the run's table of memberships."""
-
-    samples: int
-    """Samples trained before the membership."""
-    worker_ids: tuple[str, ...]
-    """By rank; many workers are abbreviated, ``w0 to w99``."""
-    num_workers: int = 0
-
-
-@dataclass(frozen=True)
 class History:
     """The content of a run's event files."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     events: tuple[LoggedEvent, ...] = ()
-    memberships: dict[tuple[int, int], MembershipRow] = field(default_factory=dict)
-    """The recorded memberships by (start, generation)."""
     num_starts: int = 0
     damage: str = ""
     """A sentence about damaged files, or empty if all files were read to their end."""
@@ -103,7 +87,8 @@ class _Segment:
 class _Start:
     segments: list[_Segment] = field(default_factory=lambda: [_Segment()])
     texts: list[tuple[str, int, float]] = field(default_factory=list)
-    memberships: dict[int, MembershipRow] = field(default_factory=dict)
+    formed_at: list[float] = field(default_factory=list)
+    """When the table of memberships was written, by the wall clock."""
     num_files: int = 1
     num_damaged: int = 0
     is_first_file: bool = False
@@ -124,7 +109,7 @@ class _Start:
         """Append the content of a later file of this start."""
         self.segments += later.segments
         self.texts += later.texts
-        self.memberships |= later.memberships
+        self.formed_at += later.formed_at
         self.num_files += later.num_files
         self.num_damaged += later.num_damaged
 
@@ -157,11 +142,6 @@ def read_history(files: Iterable[bytes | Iterable[bytes]]) -> History:
     return History(
         curves={tag: _curve(points) for tag, points in sorted(valid.curves.items()) if points},
         events=tuple(dict.fromkeys(events)),
-        memberships={
-            (number, generation): row
-            for number, start in enumerate(starts, 1)
-            for generation, row in start.memberships.items()
-        },
         num_starts=len(starts),
         damage=_damage(starts) or budget.problem,
     )
@@ -215,7 +195,7 @@ class _Clock:
     """
 
     def __init__(self, start: _Start, before_s: float) -> None:
-        walls = [wall_s for text, _, wall_s in start.texts if text.startswith("generation")]
+        walls = start.formed_at[:1]
         walls += [point.wall_s for segment in start.segments for point in segment.points]
         self._began_at = walls[0] if walls else 0.0
         self._before_s = before_s
@@ -320,18 +300,14 @@ def _records(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _add_value(start: _Start, event: Any, value: Any) -> None:
-    """Add a scalar, a logged event or a table of memberships; ignore any other value."""
+    """Add a scalar, a logged event or the time of a membership; ignore any other value."""
     tag = value.tag.removesuffix("/text_summary")
     if value.HasField("tensor") and value.tensor.string_val:
         text = b" ".join(value.tensor.string_val).decode(errors="replace").strip()
         if tag == "events":
             start.texts.append((text, int(event.step), event.wall_time))
         elif tag.partition("/")[0] == "membership":
-            for generation, samples, count, ids in _ROW.findall(text):
-                row = MembershipRow(
-                    int(samples.replace(",", "")), tuple(ids.strip().split(", ")), int(count)
-                )
-                start.memberships[int(generation)] = row
+            start.formed_at.append(event.wall_time)
         return
     if value.HasField("simple_value"):
         number = value.simple_value

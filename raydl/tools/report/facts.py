@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ from raydl.config import dotted
 from raydl.errors import DataError
 from raydl.metrics.tags import OF_COMPARISON
 from raydl.run.folder import ConfigFile, open_run, read_config_file
+from raydl.run.history import Line, read_lines
 from raydl.run.status import RunStatus, read_file, to_dict
 from raydl.storage import JSON_BYTES, Storage, parent_and_name
-from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow, read_history
+from raydl.tools.report.events import Curve, History, read_history
 
-_GENERATION = re.compile(r"generation (\d+): (.*)", re.DOTALL)
 _NAMED = 3
 """Runs that an error message names if the user gave their parent folder."""
 
@@ -34,11 +33,14 @@ class Generation:
     seconds: float
     """Seconds of training when the membership was decided."""
     samples: int
-    num_workers: int | None
-    """None: the generation ended before any record."""
     reason: str
     worker_ids: tuple[str, ...] = ()
-    """By rank; empty: not recorded."""
+    """By rank."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that train."""
+        return len(self.worker_ids)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class RunFacts:
     """The content of ``result.json``; empty: the run has not written it."""
     status: RunStatus | None = None
     history: History = field(default_factory=History)
+    """The content of its event files."""
+    lines: tuple[Line, ...] = ()
+    """What happened and what was decided, oldest first."""
     checkpoints: tuple[tuple[str, Manifest], ...] = ()
     """Names and manifests, oldest first."""
     notes: tuple[str, ...] = ()
@@ -104,30 +109,9 @@ class RunFacts:
 
     @property
     def generations(self) -> list[Generation]:
-        """The memberships in the order in which they were logged."""
-        matches = ((event, _GENERATION.match(event.sentence)) for event in self.history.events)
-        return [self._generation(int(m[1]), event, m[2]) for event, m in matches if m]
-
-    def _generation(self, number: int, event: LoggedEvent, reason: str) -> Generation:
-        unknown = MembershipRow(event.samples, ())
-        row = self.history.memberships.get((event.start, number), unknown)
-        return Generation(
-            number=number,
-            start=event.start,
-            seconds=event.seconds,
-            samples=row.samples,
-            num_workers=row.num_workers or self._workers_of(number, event),
-            reason=reason,
-            worker_ids=row.worker_ids,
-        )
-
-    def _workers_of(self, generation: int, event: LoggedEvent) -> int | None:
-        """Return the number of workers at the first point recorded in a generation, if any."""
-        numbers, counts = self.curve("workers/generation"), self.curve("workers/count")
-        for i, samples in enumerate(numbers.samples):
-            if numbers.values[i] == generation and samples >= event.samples:
-                return round(counts.values[i]) if i < len(counts) else None
-        return None
+        """The memberships, oldest first."""
+        lines = (line for line in self.lines if line.kind in ("Form", "Change"))
+        return [found for line in lines if (found := _generation(line)) is not None]
 
     @property
     def faults(self) -> list[str]:
@@ -135,7 +119,23 @@ class RunFacts:
         fired = self.result.get("faults_fired")
         if fired is not None and self.history.num_starts <= 1:
             return [*fired]
-        return [e.sentence for e in self.history.events if re.match(r"fault \d+: ", e.sentence)]
+        fires = (line.values.get("sentence") for line in self.lines if line.kind == "FaultFired")
+        return [str(sentence) for sentence in fires]
+
+
+def _generation(line: Line) -> Generation | None:
+    """Return the membership that a line of the history forms, or None if it is damaged."""
+    members = line.values.get("membership")
+    if not isinstance(members, dict) or not isinstance(members.get("worker_ids"), list):
+        return None
+    return Generation(
+        number=int(number(members.get("generation")) or 0),
+        start=line.start,
+        seconds=line.seconds,
+        samples=line.samples,
+        reason=str(line.values.get("why", "")),
+        worker_ids=tuple(map(str, members["worker_ids"])),
+    )
 
 
 _IN_STATUS = {
@@ -180,6 +180,7 @@ def read_run(run: str) -> RunFacts:
         result=result,
         status=status,
         history=history,
+        lines=_read_lines(storage, notes),
         checkpoints=_read_checkpoints(storage, notes),
         notes=tuple(notes),
     )
@@ -254,10 +255,21 @@ def _read_events(storage: Storage, notes: list[str]) -> History:
         notes.append(f"The event files cannot be read: {error}.")
         return History()
     if not names:
-        notes.append("Event files are missing: there are no curves and no memberships to show.")
+        notes.append("Event files are missing: there are no curves to show.")
     if history.damage:
         notes.append(f"The curves are incomplete: {history.damage}.")
     return history
+
+
+def _read_lines(storage: Storage, notes: list[str]) -> tuple[Line, ...]:
+    try:
+        lines = read_lines(storage)
+    except (OSError, ValueError) as error:
+        notes.append(f"The history cannot be read: {error}.")
+        return ()
+    if not lines:
+        notes.append("The folder has no history: there are no memberships to show.")
+    return tuple(lines)
 
 
 def _scores(evaluations: list[Score]) -> Curve:

@@ -9,6 +9,7 @@ from raydl.core.progress import AXES
 from raydl.core.scores import AVERAGED
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.charts import bar_in_page, words
+from raydl.metrics.memberships import in_short
 from raydl.metrics.tags import STACK
 from raydl.text.formatting import clock_text
 from raydl.tools.report.curves import charts_of_workers, worker_ids
@@ -242,8 +243,7 @@ def timeline(run: RunFacts) -> Html:
     has_starts = run.history.num_starts > 1
     rows: list[list[object]] = []
     for g in run.generations:
-        count = _NONE if g.num_workers is None else str(g.num_workers)
-        names = f"{count}: {', '.join(g.worker_ids)}" if g.worker_ids else count
+        names = f"{g.num_workers}: {', '.join(in_short(g.worker_ids))}"
         start: list[object] = [g.start] if has_starts else []
         rows.append([g.number, *start, duration(g.seconds), f"{g.samples:,}", names, g.reason])
     if not rows:
