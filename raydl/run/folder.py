@@ -38,7 +38,6 @@ from raydl.config.run import METRIC_LINES, RUNS, TRACKER_STATES
 from raydl.config.typed import Count, typed
 from raydl.errors import CheckpointError, ConfigError, DataError
 from raydl.run.driver_epoch import DriverEpoch
-from raydl.run.history import HISTORY
 from raydl.run.lock import held
 from raydl.run.versions import installed_version
 from raydl.storage import Storage, below, in_words, parent_and_name
@@ -46,6 +45,8 @@ from raydl.text.redaction import has_credentials, redact_values
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
+HISTORY = "history-"
+"""Beginning of the names of the files of a history; see ``raydl.run.history``."""
 _CURVES = (_EVENTS, TRACKER_STATES, METRIC_LINES, HISTORY)
 """Beginnings of the names of the files that a driver writes to its local folder."""
 SUBMISSION = "RAYDL_SUBMISSION"

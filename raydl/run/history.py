@@ -26,11 +26,10 @@ from raydl.core import worker_group as group
 from raydl.core.scores import Evaluated
 from raydl.elastic import facts
 from raydl.errors import in_one_line
+from raydl.run.folder import HISTORY
 from raydl.storage import Storage
 from raydl.text.redaction import redact_values
 
-HISTORY = "history-"
-"""Beginning of the names of the files."""
 _NAME = re.compile(rf"{HISTORY}(\d+)\.jsonl")
 _TELEMETRY = (
     group.Reported,

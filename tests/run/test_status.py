@@ -171,21 +171,25 @@ def test_a_resumed_run_continues_its_counts(tmp_path):
     assert second.progress.seconds > first.progress.seconds
 
 
-def test_only_events_travel_between_the_local_folder_and_the_storage(tmp_path, monkeypatch):
+def test_only_curves_and_history_travel_between_the_local_folder_and_the_storage(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "far").mkdir()
     far = tmp_path / "far" / "a"
     trainer("a", epochs=1, storage_path=f"file://{tmp_path}/far").fit()
     assert read_status(f"file://{far}").state == "finished"
     (events,) = far.glob("events.*")
-    assert [p.name for p in (tmp_path / "a").iterdir()] == [events.name]
+    first = "history-00000001.jsonl"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [events.name, first]
+    assert (far / first).read_bytes() == (tmp_path / "a" / first).read_bytes()
     old = events.read_bytes()
     (tmp_path / "a").rename(tmp_path / "lost")
     trainer("a", epochs=2, storage_path=f"file://{tmp_path}/far", resume=True).fit()
     assert (tmp_path / "a" / events.name).read_bytes() == old
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(
-        p.name for p in far.glob("events.*")
-    )
+    local = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert local == sorted(p.name for kind in ("events", "history") for p in far.glob(f"{kind}*"))
+    assert local[-2:] == [first, "history-00000002.jsonl"]
     assert read_status(f"file://{far}").state == "finished"
 
 
