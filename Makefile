@@ -11,9 +11,8 @@ export OMP_NUM_THREADS ?= 1
 # The tests start hundreds of processes: without bytecode on the disk each compiles raydl anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-BENCHMARKS := efficiency time_to_accuracy mixed_speed exchange ladder thin_link link_cost \
-	link_switched recovery goodput regroup startup growth accuracy streaming layout paper \
-	allreduces partitions chaos
+BENCHMARKS := efficiency time_to_accuracy mixed_speed exchange ladder thin_link recovery goodput \
+	regroup startup growth accuracy streaming paper allreduces partitions chaos control
 BENCH_OPTIONS ?=
 # Short runs do not replace the results.
 BENCH_OUT = $(if $(findstring quick,$(BENCH_OPTIONS)),,--out benchmarks/results)

@@ -39,10 +39,10 @@ median, with the least and the greatest value of the repeats, and is compared on
 the same run. The [journal](journal.md) says what the figures mean. The page lacks the
 benchmarks that have not been run in full since results are kept in the repository.
 
-The benchmarks of several machines (`ladder`, `thin_link`, `link_switched`, `link_cost`, `partitions`,
-`chaos`, and parts of `allreduces`, `exchange` and `growth`) need Linux, root, iproute2 and
-util-linux; `mixed_speed` needs Linux and root. All of them take some hours; with
-`BENCH_OPTIONS=--quick` each has a short form, a quarter of an hour in all.
+The benchmarks of several machines (`ladder`, `thin_link`, `partitions`, `chaos`, and parts of
+`allreduces`, `exchange` and `growth`) need Linux, root, iproute2 and util-linux; `mixed_speed`
+needs Linux and root. All of them take some hours; with `BENCH_OPTIONS=--quick` each has a short
+form, a quarter of an hour in all.
 """
 _BESIDE_OTHERS = """Medians of the same run on the same machine. 🟢: raydl is ahead of the best
 other library. The others ran without a hot spare; each row with `--spares 1` is followed by raydl

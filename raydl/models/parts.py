@@ -32,7 +32,7 @@ def channels_last(images: Tensor) -> Tensor:
     Convolutions and poolings keep the layout, and a CPU pools several channels at a time in it. A
     gradient of LeNet takes 0.64 of the time, of CifarAlexNet 0.57, of CifarResNet 0.85, of
     GoogLeNet 0.57 to 0.88. VGG gains nothing and ResNet for ImageNet less than a tenth, so they do
-    not use it. The numbers are from ``python -m benchmarks.layout``.
+    not use it. The figures are in docs/journal.md.
     """
     if images.is_cuda:
         return images
