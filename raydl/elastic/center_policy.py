@@ -69,7 +69,7 @@ def ensure_center(s: RunState, now: float) -> Generator[Any, None, bool]:
                 yield facts.GoOnFrom(round, s.round)
             return True
     if ("center", "") not in s.waits:
-        yield facts.Await("center", now + CENTER_S)
+        yield facts.Await("center", CENTER_S)
     elif now > s.waits["center", ""]:
         what = "receive its newest copy" if s.center.was_up else "start"
         yield facts.Fail(

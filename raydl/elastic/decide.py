@@ -244,7 +244,7 @@ def _answer(
 
 def tick(s: RunState, p: Limits, e: facts.Tick, now: float) -> Actions:
     """Let the policies decide; their order matters."""
-    yield from scaling_policy.hand_over(s, p, now)
+    yield from scaling_policy.hand_over(s, p)
     yield from center_policy.score(s, p)
     yield from failure_policy.end_stuck(s, p, now)
     yield from scaling_policy.release_drained(s, p, now)
@@ -290,7 +290,7 @@ def _wait(s: RunState, p: Limits, e: facts.Tick, now: float) -> Actions:
             "they return"
         )
         if why != s.why_waiting:
-            yield facts.Await("absent", now + p.elastic.max_busy_s, why)
+            yield facts.Await("absent", p.elastic.max_busy_s, why)
         return
     waited_s = now - s.since
     membership, why = membership_policy.choose(s, p, now, waited_s=waited_s)
@@ -298,7 +298,7 @@ def _wait(s: RunState, p: Limits, e: facts.Tick, now: float) -> Actions:
         yield from center_policy.collect_ended(s)  # the wait may be long
         yield from _await_workers(s, p, e, why, waited_s)
     elif not scaling_policy.awaits_handover(s, membership.worker_ids):
-        yield from membership_policy.form(s, p, membership, why, now)
+        yield from membership_policy.form(s, p, membership, why)
 
 
 def _await_workers(s: RunState, p: Limits, e: facts.Tick, why: str, waited_s: float) -> Actions:
@@ -313,7 +313,7 @@ def _await_workers(s: RunState, p: Limits, e: facts.Tick, why: str, waited_s: fl
             f"scaling.start_timeout_s{resume}",
         )
     elif why + missing != s.why_waiting:
-        yield facts.Await("workers", s.since + p.start_s, why + missing)
+        yield facts.Await("workers", p.start_s - waited_s, why + missing)
 
 
 def _say_stop(s: RunState) -> Actions:

@@ -568,14 +568,14 @@ class Await(Fact):
     """A wait begins, or its reason changes; it has an end."""
 
     what: str
-    until: float
-    """By the clock of the control, in seconds."""
+    wait_s: float
+    """Seconds at most, from now on."""
     why: str = ""
     worker_id: str = ""
     """The worker that it is for, if for one."""
 
     def apply(self, s: RunState, now: float) -> None:
-        s.waits[self.what, self.worker_id] = self.until
+        s.waits[self.what, self.worker_id] = now + self.wait_s
         s.why_waiting = self.why or s.why_waiting
         if self.what == "workers":
             s.pace.wait_for_workers()

@@ -94,7 +94,7 @@ def are_all_absent(s: RunState, now: float) -> bool:
     return bool(left_out) and not any(could_train(w, now) for w in left_out)
 
 
-def form(s: RunState, p: Limits, membership: Membership, why: str, now: float) -> Actions:
+def form(s: RunState, p: Limits, membership: Membership, why: str) -> Actions:
     """Form a generation, which trains from the center's round on."""
     if s.run and membership == s.run.membership:
         why = "the same workers continue"
@@ -102,11 +102,11 @@ def form(s: RunState, p: Limits, membership: Membership, why: str, now: float) -
     replicas = replicas_of(s, membership.worker_ids)
     yield from take_replicas(s, membership.worker_ids)
     yield facts.Form(numbered, s.round, why, replicas)
-    yield from _await_center(s, p, now)
+    yield from _await_center(s, p)
     yield from fill(s)
 
 
-def change(s: RunState, p: Limits, membership: Membership, why: str, now: float) -> Actions:
+def change(s: RunState, p: Limits, membership: Membership, why: str) -> Actions:
     """Change the membership at the center while the members that stay train on."""
     assert s.run is not None
     numbered = dataclasses.replace(membership, generation=s.generation + 1)
@@ -114,7 +114,7 @@ def change(s: RunState, p: Limits, membership: Membership, why: str, now: float)
     replicas = replicas_of(s, new)
     yield from take_replicas(s, new)
     yield facts.Change(numbered, why, replicas)
-    yield from _await_center(s, p, now)
+    yield from _await_center(s, p)
 
 
 def is_changing(s: RunState) -> bool:
@@ -134,10 +134,10 @@ def check_confirmed(s: RunState, now: float) -> Actions:
         )
 
 
-def _await_center(s: RunState, p: Limits, now: float) -> Actions:
+def _await_center(s: RunState, p: Limits) -> Actions:
     """Await that the center has received the members, where they join one by one."""
     if not s.is_sync:
-        yield facts.Await("change", now + max(CENTER_S, p.elastic.max_busy_s))
+        yield facts.Await("change", max(CENTER_S, p.elastic.max_busy_s))
 
 
 # Rounds
@@ -246,7 +246,7 @@ def watch_messages(s: RunState, p: Limits, now: float) -> Actions:
         yield from _leave_by_vote(s, p, now)
     elif s.halt is not None:
         if run.lost:
-            yield from _without_the_lost(s, p, now)
+            yield from _without_the_lost(s, p)
         # Until the others have left by vote, and the center has a snapshot taken later.
         elif run.is_idle and s.center.num_snapshots > 1:
             yield from end_generation(s, p, now)
@@ -267,7 +267,7 @@ def _join_and_leave(s: RunState, p: Limits, now: float) -> Actions:
         yield facts.Enter(State.REGROUPING.name, why)
         return
     if run.lost:
-        yield from _without_the_lost(s, p, now)
+        yield from _without_the_lost(s, p)
         return
     leavers = [w.worker_id for w in s.in_phase(Phase.LEAVING)] + relieved_spares(s, p)
     at_work = set(run.at_work)
@@ -279,14 +279,14 @@ def _join_and_leave(s: RunState, p: Limits, now: float) -> Actions:
     # A leaver may be before its last exchange, or its replica on the way to a newcomer.
     is_leaving = not at_work.isdisjoint(leavers)
     if not is_leaving and not awaits_handover(s, membership.worker_ids):
-        yield from change(s, p, membership, why, now)
+        yield from change(s, p, membership, why)
 
 
 def _leave_by_vote(s: RunState, p: Limits, now: float) -> Actions:
     run = s.run
     assert run is not None
     if run.lost:
-        yield from _without_the_lost(s, p, now)
+        yield from _without_the_lost(s, p)
     elif run.is_idle and run.is_broken:
         return  # the loss of the center may be reported next
     elif "regroup" not in s.votes:
@@ -313,13 +313,13 @@ def drop_ended(s: RunState, p: Limits, now: float) -> Actions:
             yield facts.Drop(worker_id, "made room")
 
 
-def _without_the_lost(s: RunState, p: Limits, now: float) -> Actions:
+def _without_the_lost(s: RunState, p: Limits) -> Actions:
     """Drop the lost members; newcomers join with the next change."""
     run = s.run
     assert run is not None
     lost = [w for w in run.membership.worker_ids if w in run.lost]
     why = ", ".join(f"{w} {_cause_of(s, w)}" for w in lost)
-    yield from change(s, p, Membership(0, run.present), why, now)
+    yield from change(s, p, Membership(0, run.present), why)
 
 
 def _cause_of(s: RunState, worker_id: str) -> str:

@@ -127,7 +127,7 @@ def end_leavers(s: RunState, p: Limits, now: float) -> Actions:
             continue
         if w.hands_in is None and _needs_more_replicas(s, p):
             yield facts.HandIn(w.worker_id)
-            yield facts.Await("hand in", now + HANDOVER_S, worker_id=w.worker_id)
+            yield facts.Await("hand in", HANDOVER_S, worker_id=w.worker_id)
         if not w.hands_in and w.worker_id not in needed:
             yield from end(s, p, w, w.cause)
 
@@ -214,7 +214,7 @@ def first_key(s: RunState) -> Callable[[Worker], tuple[str, int]]:
 # Replicas of leavers
 
 
-def hand_over(s: RunState, p: Limits, now: float) -> Actions:
+def hand_over(s: RunState, p: Limits) -> Actions:
     """Hand replicas from leavers to workers that are ready and have not trained.
 
     Not between two events of a poll: the loss of a newcomer may be one of them.
@@ -225,7 +225,7 @@ def hand_over(s: RunState, p: Limits, now: float) -> Actions:
     for w in sorted(s.in_phase(Phase.READY), key=join_key(s)):
         if w.worker_id not in held and w.needs_replica and (free := _free_replicas(s)):
             yield facts.HandOver(w.worker_id, free[0])
-            yield facts.Await("hand over", now + HANDOVER_S, worker_id=w.worker_id)
+            yield facts.Await("hand over", HANDOVER_S, worker_id=w.worker_id)
     # The newcomer may have been lost, and the replica would soon be out of date.
     for leaver in _free_replicas(s)[_num_newcomers(s, p) :]:
         yield from _forget_replica(s, leaver)
