@@ -15,7 +15,7 @@ from raydl.tools.report import make_page, read_run, with_unique_names, write_rep
 from raydl.tools.report.curves import samples_at
 from raydl.tools.report.events import Curve, History, LoggedEvent
 from raydl.tools.report.html import element, table
-from raydl.tools.report.sections import byte_size, duration
+from raydl.tools.report.sections import byte_size, duration, headline
 from raydl.tools.report.style import CSS
 
 # the page of a run, parsed as in a browser
@@ -239,6 +239,15 @@ def test_the_warnings_of_a_run_are_below_the_head_of_its_page(tmp_path):
     text = PageParser(make_page([read_run(str(folder))])).text
     assert said in text
     assert text.index("Training time") < text.index(said) < text.index("Configuration")
+
+
+def test_the_mean_of_centers_has_a_tile_if_it_is_scored(tmp_path):
+    scores = {"samples": 9, "seconds": 1.0, "accuracy": 0.5, "loss": 0.7}
+    mean = {"averaged_accuracy": 0.625, "averaged_loss": 0.375, "averaged_centers": 5.0}
+    folder = write_run(tmp_path / "a", result={"evaluations": [{**scores, **mean}]})
+    assert "Mean of 5 centers 62.50% loss 0.375" in PageParser(headline(read_run(str(folder)))).text
+    folder = write_run(tmp_path / "b", result={"evaluations": [scores]})
+    assert "Mean of" not in PageParser(headline(read_run(str(folder)))).text
 
 
 def test_without_event_files_the_curve_is_made_from_the_result(tmp_path):

@@ -94,7 +94,7 @@ def _speed(run: RunFacts, number: int) -> Line:
     curve = run.curve("train/epoch")
     if not curve or curve.seconds[-1] <= 0:
         return Line(run.name, (), (), numbered(number))
-    num_windows = max(1, min(_WINDOWS, len(curve) // 2))
+    num_windows = max(2, min(_WINDOWS, len(curve) // 2))  # one has no line
     width = curve.seconds[-1] / num_windows
     samples = [samples_at(curve, width * i) for i in range(num_windows + 1)]
     rates = [(after - before) / width for before, after in pairwise(samples)]

@@ -76,6 +76,7 @@ def headline(run: RunFacts) -> Html:
     seconds = duration(run.figure("seconds"))
     tiles: list[tuple[str, object, str | None]] = [
         _score(run),
+        *_mean(run),
         *_best(run),
         ("Samples", written(run.figure("samples"), "{:,.0f}"),
          f"{epochs[-1]:.1f} epochs" if epochs else None),
@@ -105,7 +106,11 @@ def _other_metrics(run: RunFacts) -> str | None:
     """Return what else the task measures, at the last evaluation: ``absolute error 1,927``."""
     known = (*AXES, "loss")
     newest = (run.result.get("evaluations") or [{}])[-1]
-    others = {name.replace("_", " "): v for name, v in newest.items() if name not in known}
+    others = {
+        name.replace("_", " "): v
+        for name, v in newest.items()
+        if name not in known and not name.startswith(AVERAGED)
+    }
     return ", ".join(f"{name} {written(v, '{:,.4g}')}" for name, v in others.items()) or None
 
 
@@ -113,6 +118,19 @@ def score_text(run: RunFacts) -> object:
     """Return the center's accuracy, or its loss if the task has no accuracy, for a table."""
     title, value, _ = _score(run)
     return f"loss {value}" if title == "Center loss" else value
+
+
+def _mean(run: RunFacts) -> list[tuple[str, object, str | None]]:
+    """Return the tile of the mean of the newest centers, if it is scored."""
+    newest = (run.result.get("evaluations") or [{}])[-1]
+    count = number(newest.get(f"{AVERAGED}centers"))
+    if count is None:
+        return []
+    accuracy, loss = (newest.get(f"{AVERAGED}{name}") for name in ("accuracy", "loss"))
+    what = f"Mean of {count:.0f} centers"
+    if accuracy is None:
+        return [(f"{what}: loss", written(loss, "{:.4g}"), None)]
+    return [(what, written(accuracy, "{:.2%}"), written(loss, "loss {:.4g}"))]
 
 
 def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
