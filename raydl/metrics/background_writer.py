@@ -120,9 +120,12 @@ class BackgroundWriter:
         copy, at = dict(values), time.time() if unix_s is None else unix_s
         self._put(lambda writer: writer.scalars(copy, num_samples=num_samples, unix_s=at))
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write a text in Markdown."""
-        self._put(lambda writer: writer.text(name, markdown, num_samples=num_samples))
+        at = time.time() if unix_s is None else unix_s
+        self._put(lambda writer: writer.text(name, markdown, num_samples=num_samples, unix_s=at))
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write an image, uint8, shape [H, W, 3]."""

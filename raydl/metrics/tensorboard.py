@@ -157,9 +157,11 @@ class TensorBoardWriter:
             tag_of(name)  # fails for a name without a description
             self._writer.add_scalar(name, value, num_samples, walltime=unix_s)
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write a text in Markdown, without credentials of URIs."""
-        self._writer.add_text(name, redact(markdown), num_samples)
+        self._writer.add_text(name, redact(markdown), num_samples, walltime=unix_s)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write an image, uint8, shape [H, W, 3]."""

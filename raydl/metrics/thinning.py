@@ -116,9 +116,11 @@ class Thinned:
         self._gathered.pop_point()
         self._writer.go_back(num_samples=num_samples)
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write a text in Markdown."""
-        self._writer.text(name, markdown, num_samples=num_samples)
+        self._writer.text(name, markdown, num_samples=num_samples, unix_s=unix_s)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write an image, uint8, shape [H, W, 3]."""

@@ -144,7 +144,9 @@ class TrackerWriter:
             at = time.time() if unix_s is None else unix_s
             self._tracker.write(values, step=num_samples, unix_s=at)
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Note a text, without credentials of URIs; events are collected."""
         text = redact(markdown)
         self._texts[name] = f"{self._texts.get(name, '')}- {text}\n" if name == "events" else text

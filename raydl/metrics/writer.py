@@ -31,8 +31,10 @@ class MetricsWriter(Protocol):
         """
         ...
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
-        """Write a text in Markdown."""
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
+        """Write a text in Markdown; ``unix_s`` is its time, by default now."""
         ...
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
@@ -69,10 +71,12 @@ class Tee:
         for writer in self._writers:
             writer.scalars(values, num_samples=num_samples, unix_s=unix_s)
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write a text in Markdown."""
         for writer in self._writers:
-            writer.text(name, markdown, num_samples=num_samples)
+            writer.text(name, markdown, num_samples=num_samples, unix_s=unix_s)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write an image, uint8, shape [H, W, 3]."""
@@ -174,9 +178,13 @@ class RetryingWriter:
         """Write one point for each tag."""
         self._write(lambda writer: writer.scalars(values, num_samples=num_samples, unix_s=unix_s))
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write a text in Markdown."""
-        self._write(lambda writer: writer.text(name, markdown, num_samples=num_samples))
+        self._write(
+            lambda writer: writer.text(name, markdown, num_samples=num_samples, unix_s=unix_s)
+        )
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write an image, uint8, shape [H, W, 3]."""

@@ -80,7 +80,9 @@ class RayMetrics:
             self._gauges[tag.name] = Gauge(metric_name(tag), tag.sentence, tag_keys=tuple(labels))
         self._gauges[tag.name].set(value, labels)
 
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+    def text(
+        self, name: str, markdown: str, *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Do nothing: Ray's metrics are numbers."""
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:

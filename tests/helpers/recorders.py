@@ -36,7 +36,7 @@ class MemoryWriter:
         assert {tag_of(name).name for name in values} <= set(TAGS)
         self.points.append((num_samples, dict(values)))
 
-    def text(self, name, markdown, *, num_samples):
+    def text(self, name, markdown, *, num_samples, unix_s=None):
         self.texts.append((name, num_samples, markdown))
 
     def image(self, name, pixels, *, num_samples):

@@ -19,7 +19,7 @@ class PointsWriter:
     def scalars(self, values, *, num_samples, unix_s=None):
         self.points.append((num_samples, dict(values)))
 
-    def text(self, name, markdown, *, num_samples):
+    def text(self, name, markdown, *, num_samples, unix_s=None):
         self.others.append((name, num_samples))
 
     def image(self, name, pixels, *, num_samples):

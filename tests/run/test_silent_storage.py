@@ -284,6 +284,20 @@ def test_measurements_are_written_in_order_with_their_times(gated):
     assert [point[0] for point in gated.points] == list(range(50))
 
 
+def test_a_text_has_the_time_of_its_call_although_it_is_written_later(gated):
+    curves, times = background_writer_of(gated, []), []
+    gated.text = lambda name, markdown, *, num_samples, unix_s: times.append(unix_s)
+    gated.gate.clear()
+    curves.scalars({"train/loss": 1.0}, num_samples=0)  # the disk is slow
+    before = time.time()
+    curves.text("membership", "x", num_samples=0)
+    after = time.time()
+    time.sleep(0.05)
+    gated.gate.set()
+    curves.close()
+    assert before <= times[0] <= after
+
+
 def test_a_disk_that_hangs_stops_no_caller_and_is_logged_with_the_lost_points(
     gated, short_timeouts, monkeypatch
 ):
@@ -350,7 +364,7 @@ def test_a_tracker_that_is_only_slow_delays_the_end_no_longer(gated, short_timeo
 
 def test_an_error_of_the_writer_is_raised_when_it_is_closed(gated):
     class Wrong(Writer):
-        def text(self, name, markdown, *, num_samples):
+        def text(self, name, markdown, *, num_samples, unix_s=None):
             raise LookupError("no such text")
 
     curves = background_writer_of(Wrong(), [])
