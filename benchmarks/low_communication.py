@@ -84,11 +84,11 @@ class Scored:
         return Spread.of([float("inf") if value is None else float(value) for value in known])
 
 
-_OF_EASGD = "lr=0.05:0.1:0.2:0.4,period=4:10:30"
-_OF_MEAN = "lr=0.05:0.1:0.2:0.4,method.outer_lr=0.7:1.0:1.3"
-_OF_DILOCO = "lr=0.02:0.05:0.1:0.2,method.outer_lr=0.4:0.7:1.0"
+_OF_EASGD = "lr=0.1:0.2:0.4:0.8,period=4:10:30"
+_OF_MEAN = "lr=0.1:0.2:0.4:0.8,method.outer_lr=0.7:1.0:1.3"
+_OF_DILOCO = "lr=0.05:0.1:0.2:0.4,method.outer_lr=0.4:0.7:1.0"
 _OF_MUON = "lr=0.003:0.01:0.02:0.05,method.outer_lr=0.5:0.7:0.9"
-_OF_SPARSE = "lr=0.05:0.1:0.2:0.4,method.outer_lr=0.4:0.7:1.0"
+_OF_SPARSE = "lr=0.2:0.4:0.8,method.outer_lr=0.7:1.0:1.3:1.6"
 _IMAGES = (
     Contender("sync-easgd", _OF_EASGD),
     Contender("local-sgd", _OF_MEAN, ("--period", _PERIOD)),
