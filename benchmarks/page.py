@@ -130,15 +130,6 @@ COMPARISONS = (
         is_in_readme=True,
     ),
     Comparison(
-        "seconds to 99.0% on MNIST with two workers, one of which has a third of the other's speed",
-        "`async-easgd`",
-        "mixed_speed.async-easgd.seconds",
-        {
-            "torchrun DDP": "mixed_speed.torchrun-ddp.seconds",
-            "Ray Train": "mixed_speed.ray-train.seconds",
-        },
-    ),
-    Comparison(
         "samples/s on a link of 100 Mbit/s",
         "`sync-easgd`, 30 steps, int8",
         "thin_link.ours.100.samples_per_s",
@@ -147,15 +138,6 @@ COMPARISONS = (
             "torchrun DDP with PowerSGD": "thin_link.ddp-powersgd.100.samples_per_s",
         },
         is_in_readme=True,
-    ),
-    Comparison(
-        "samples/s on a link of 25 Mbit/s",
-        "`sync-easgd`, 30 steps, int8",
-        "thin_link.ours.25.samples_per_s",
-        {
-            "torchrun DDP": "thin_link.ddp.25.samples_per_s",
-            "torchrun DDP with PowerSGD": "thin_link.ddp-powersgd.25.samples_per_s",
-        },
     ),
     Comparison(
         "share of the speed of two plain processes, LeNet",
@@ -185,12 +167,6 @@ COMPARISONS = (
             "torchft DDP": "startup.own.torchft_s",
             "Ray Train": "startup.own.ray-train_s",
         },
-    ),
-    Comparison(
-        "seconds from the command to the first step, on a Ray cluster that is running",
-        "`sync-easgd`",
-        "startup.cluster.raydl_s",
-        {"Ray Train": "startup.cluster.ray-train_s"},
     ),
 )
 

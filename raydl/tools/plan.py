@@ -97,7 +97,7 @@ NETWORKS: dict[str, KnownNetwork] = {
     "25gbe": _ethernet(25, 20e-6, _ASSUMED),
     "100gbe": _ethernet(100, 20e-6, _ASSUMED),
 }
-"""Networks by name; ``docs/planning.md`` has the same table."""
+"""Networks by name; ``docs/planning_in_detail.md`` has the same table."""
 
 
 def parse_network(text: str) -> Network:

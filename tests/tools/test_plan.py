@@ -578,7 +578,7 @@ def test_planning_needs_no_ray_and_its_formulas_need_no_torch():
 
 
 def test_every_network_is_in_the_docs_with_its_figures(root):
-    text = (root / "docs/planning.md").read_text()
+    text = (root / "docs/planning_in_detail.md").read_text()
     rows = re.findall(
         r"^\| `([\w-]+)` \| ([\d.]+) us \| ([\d.]+) ns \| (.+?) \| .+ \|$", text, re.M
     )
@@ -590,9 +590,9 @@ def test_every_network_is_in_the_docs_with_its_figures(root):
 
 
 def test_the_commands_of_the_planning_page_are_valid(root, capsys):
-    blocks = re.findall(
-        r"^```bash\n(.*?)^```", (root / "docs/planning.md").read_text(), re.M | re.S
-    )
+    pages = ("docs/planning.md", "docs/planning_in_detail.md")
+    text = "".join((root / page).read_text() for page in pages)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     commands = [line.split() for line in lines if line.startswith("raydl plan")]
     assert commands
