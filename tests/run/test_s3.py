@@ -80,11 +80,12 @@ def test_all_files_of_a_run_are_on_s3_and_no_temporary_ones(finished):
     events = {name for name in names if name.startswith("events.out.tfevents")}
     assert names - events == {
         "best.safetensors", "center.safetensors", "checkpoints", "config.json", "driver-epochs",
-        "result.json", "status.json",
+        "history-00000001.jsonl", "result.json", "status.json",
     }  # fmt: skip
     assert len(CheckpointStore(storage).names()) == 2
     assert json.loads(storage.read_bytes("result.json"))["samples"] == 2 * 1438
-    assert [p.name for p in path.iterdir() if not p.name.startswith("events")] == []
+    local = {p.name for p in path.iterdir()}
+    assert local == {*events, "history-00000001.jsonl"}
 
 
 def test_the_events_on_s3_are_whole(finished, tmp_path):
