@@ -298,7 +298,8 @@ def test_a_superseded_driver_that_was_halted_ends_and_changes_nothing(drive, ser
     halted = drive("a")
     wait_until(lambda: len(store.names()) == 2)
     os.kill(halted.pid, signal.SIGSTOP)
-    (own_events,) = [name for name in storage.list_dir("") if name.startswith("events.")]
+    own = {name for name in storage.list_dir("") if name.startswith(("events.", "history-"))}
+    assert len(own) == 2
     successor = drive("b", "--resume")
     wait_until(lambda: any(name.endswith("-e2") for name in store.names()[:1]))
     successor.send_signal(signal.SIGTERM)
@@ -312,9 +313,9 @@ def test_a_superseded_driver_that_was_halted_ends_and_changes_nothing(drive, ser
     error = output.splitlines()[-1]
     assert error.startswith(f"error: s3://kept/runs/halted: process {successor.pid} on ")
     assert "; this driver, of epoch 1, ends" in error
-    # Writes that were under way when it was halted may still arrive: a status, its own curves, and
-    # a file of a checkpoint with a name of its own.
-    others = {k: v for k, v in before.items() if k not in ("status.json", own_events)}
+    # Writes that were under way when it was halted may still arrive: a status, its own curves and
+    # history, and a file of a checkpoint with a name of its own.
+    others = {k: v for k, v in before.items() if k not in {"status.json", *own}}
     after = objects(server)
     assert {k: after.get(k) for k in others} == others
     assert all("/round-" in k and "-e2/" not in k for k in after.keys() - before.keys())
