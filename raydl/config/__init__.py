@@ -174,6 +174,9 @@ def from_dict(cls: type[_T], values: Any, prefix: str = "") -> _T:
                 from_dict(kind, v) if is_nested and isinstance(v, dict) else v for v in value
             )
         arguments[key] = _checked(hints[key], value, f"{prefix}{key}")
+    if cls is MethodConfig and ":" not in str(arguments.get("name", "")):
+        # Earlier versions recorded this default of beta, also for methods that have none.
+        arguments = {n: v for n, v in arguments.items() if (n, v) != ("beta", 0.9)}
     return cls(**arguments)
 
 

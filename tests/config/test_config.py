@@ -199,6 +199,19 @@ def test_settings_survive_json():
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "beta", "read"),
+    [
+        ("diloco", 0.9, None),
+        ("sync-easgd", 0.9, None),
+        ("sync-easgd", 0.5, 0.5),
+        ("my:Own", 0.9, 0.9),
+    ],
+)
+def test_the_beta_that_earlier_versions_recorded_for_every_method_is_the_default(name, beta, read):
+    assert from_dict(MethodConfig, {"name": name, "beta": beta}).beta == read
+
+
 def test_the_error_for_an_unknown_setting_names_it():
     with pytest.raises(ConfigError, match="gamma is no setting of MethodConfig"):
         from_dict(MethodConfig, {"gamma": 1})
