@@ -31,6 +31,12 @@ class Limit:
 
 LIMITS = (
     Limit(
+        ["speeds.points_of_fednova_below_local_sgd"],
+        "The ledger gives each sample to some worker once an epoch: what the slow worker leaves of "
+        "its share, the other takes. Before any share is shared the two are equal.",
+        "fednova-where-each-sample-is-trained-once-an-epoch",
+    ),
+    Limit(
         ["allreduces.*.auto"],
         "On four hosts `auto` chose torch's own all-reduce for these networks in each repeat, so "
         "the two differ only by as much as runs differ. On one node LeNet's is within 1% of it.",
