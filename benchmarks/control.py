@@ -215,6 +215,7 @@ def main() -> int:
                     f"{workers.state.generation:,}",
                 )
             )
+            print(f"  {name}: {workers.spent_s:.1f} s of {workers.num_events:,} events", flush=True)
             is_bound = weather.name == "storm" and not options.quick
             report.add_figures(
                 Figure(
